@@ -151,11 +151,15 @@ class Trial:
         found = step()
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         nbytes = self.step.arrange(gradients, reuse=reuse)
-        runs = [RunLayout(f.layout(), b.layout()) for f, b in self.recorders.values()]
-        placed = self.arena.placed(StepLayout(tuple(runs), nbytes))
+        placed = self.arena.placed(self.step_layout(nbytes))
         self.placed = dict(zip(self.recorders, placed, strict=True))
         self.mode = "placed"
         return found
+
+    def step_layout(self, nbytes: int) -> StepLayout:
+        """The layout of the step that was recorded, in an arena of so many bytes."""
+        runs = (RunLayout(f.layout(), b.layout()) for f, b in self.recorders.values())
+        return StepLayout(tuple(runs), nbytes)
 
     @contextmanager
     def running(self, mode: str) -> Iterator[None]:

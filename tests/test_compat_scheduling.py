@@ -15,6 +15,7 @@ from fxremat.compat.inductor import generated_code, scheduling
 from fxremat.compat.inductor.scheduling import (
     Footprint,
     Scheduled,
+    allocate_at_places,
     names_being_scheduled,
     run_after,
     run_in_functions,
@@ -119,3 +120,21 @@ def test_only_loops_that_are_never_fused_are_apart(monkeypatch: pytest.MonkeyPat
     assert inductor.can_fuse is can_fuse
     assert {apart for apart, fused in asked if fused} == {False}
     assert sum(apart for apart, _ in asked) > 10
+
+
+@pytest.mark.parametrize("partitions", [False, True])
+def test_code_allocates_at_places(partitions: bool) -> None:
+    """The code says so itself, of the function that is called from outside."""
+
+    def place(nodes: list[Any]) -> list[Any]:
+        allocate_at_places()
+        return nodes
+
+    def code(**options: Any) -> str:
+        return forward_code(Apart(), batch(32, 64), **{SCHEDULER_PASS: place}, **options)
+
+    call = "Runner.call" if partitions else "call"
+    written = code(graph_partition=partitions)
+    assert f"{call} = forward_at_places({call})" in written
+    assert "import empty_strided_cpu, empty_strided_cuda, forward_at_places" in written
+    assert "at_places" not in code(**{"triton.cudagraphs": True})

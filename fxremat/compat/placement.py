@@ -63,7 +63,7 @@ def tensor_over(
         return made
 
 
-def fill_bytes(block: torch.Tensor, begin: int, end: int, byte: int) -> None:
+def write_over(block: torch.Tensor, begin: int, end: int, byte: int) -> None:
     """Write ``byte`` all over these bytes of ``block``."""
     with _plain():
         block[begin:end].fill_(byte)

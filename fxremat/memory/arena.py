@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any
@@ -27,12 +27,12 @@ from fxremat.compat.placement import (
     Empty,
     allocate_as_before,
     allocate_in_pool,
-    fill_bytes,
     new_block,
     reinterpret,
+    write_over,
 )
 from fxremat.core.layout import HalfLayout, StepLayout, extent
-from fxremat.memory.slots import Covered, Slot, held
+from fxremat.memory.slots import Covered, Group, Slot, held
 from fxremat.runtime.placed import Place, Places, go_on_with
 from fxremat.sizes import format_bytes
 
@@ -87,11 +87,15 @@ class PlacedHalf:
         self.places: list[Place | None] = []
         self.outlive: list[Slot] = []
         """What is planned to live on when the half has ended, and (``within``) what is not."""
-        self.within: list[Slot] = []
-        self.watched: list[Slot] = []
+        self.within = Group()
+        self.watched = Group()
         """What may be held when the half begins, and overlaps with places of it."""
-        self.carefully = False
-        """Whether this time some bytes were not given away as planned."""
+        self.current: list[Place | None] = []
+        """The places that it has this time."""
+        self.covered: Covered | None = None
+        """What lies there, once some bytes were not given away as planned."""
+        self._beside: tuple[frozenset[int], list[Place | None]] | None = None
+        """Which places others held last time, and the rest."""
 
     def enter(self) -> Places | None:
         """The code begins; None where it gets no places this time."""
@@ -102,43 +106,39 @@ class PlacedHalf:
         self.arena.leave(self)
 
     def place(
-        self, index: int, size: Any, stride: Any, dtype: torch.dtype, empty: Empty
+        self, number: int, size: Any, stride: Any, dtype: torch.dtype, empty: Empty
     ) -> torch.Tensor:
         """The buffer of a call that is not quite as planned, or whose bytes may be held."""
-        arena, slot = self.arena, self.slots[index]
-        arena.poison_dead()
+        arena, slot, place = self.arena, self.slots[number], self.current[number]
         assert slot is not None
-        if not self._fits(index, slot, size, stride, dtype, empty):
+        assert place is not None
+        arena.poison_dead()
+        before = place.before if self.covered is None else self.covered.owners(slot)
+        if not self._fits(place, slot, size, stride, dtype, empty):
             arena.note_difference()
-        elif held(self._before(index, slot)):
+        elif held(before):
             arena.note_held(1)
         else:
+            if self.covered is not None:
+                self.covered.cover(slot)
             arena.note_filled(slot)
             return reinterpret(slot.base, size, stride, 0)
-        if not self.carefully:
-            self.carefully = True
-            go_on_with(map(_closely, self.places[index + 1 :]))
+        if self.covered is None:  # from now on bytes may be held from longer ago than planned
+            pairs = zip(self.slots[:number], self.current, strict=False)
+            self.covered = Covered([*self.saved, *(one for one, at in pairs if at is not None)])
+            go_on_with(map(_closely, self.current[number + 1 :]))
         return empty(size, stride, dtype)
 
     def _fits(
-        self, index: int, slot: Slot, size: Any, stride: Any, dtype: torch.dtype, empty: Empty
+        self, place: Place, slot: Slot, size: Any, stride: Any, dtype: torch.dtype, empty: Empty
     ) -> bool:
         """Whether what is asked for can lie there: a dynamic graph may ask for less."""
-        nbytes = extent(size, stride) * dtype.itemsize
-        if dtype is not self.dtypes[index] or empty is not self.arena.empty:
+        if dtype is not place.dtype or empty is not place.empty:
             return False
-        return 0 < nbytes <= slot.end - slot.begin
-
-    def _before(self, index: int, slot: Slot) -> Iterable[Slot]:
-        """Whoever may hold bytes of the slot, in this half."""
-        place = self.places[index]
-        if not self.carefully and place is not None:
-            return place.before
-        earlier = [one for one in self.slots[:index] if one is not None]
-        return [one for one in (*self._saved, *earlier) if one.overlaps(slot)]
+        return 0 < extent(size, stride) * dtype.itemsize <= slot.end - slot.begin
 
     @property
-    def _saved(self) -> list[Slot]:
+    def saved(self) -> list[Slot]:
         """What the other half has saved for this one."""
         return [] if self.forward is None else self.forward.outlive
 
@@ -154,9 +154,9 @@ class PlacedHalf:
         slots = dict.fromkeys(slot for slot in self.slots if slot is not None)
         outlive = {self.slots[index] for index in self.layout.outlive}
         self.outlive = [slot for slot in slots if slot in outlive]
-        self.within = [slot for slot in slots if slot not in outlive]
-        covered = Covered(self._saved)
-        self.places = [self._place(index, slot, covered) for index, slot in enumerate(self.slots)]
+        self.within = Group(slot for slot in slots if slot not in outlive)
+        self.places = self._places()
+        self._beside = None
         self.bound = self.arena.state
 
     def _slot(self, index: int) -> Slot | None:
@@ -165,22 +165,44 @@ class PlacedHalf:
             return None
         return self.arena.slot(offset, buffer.nbytes, self.dtypes[index])
 
-    def _place(self, index: int, slot: Slot | None, covered: Covered) -> Place | None:
-        if slot is None:
-            return None
-        one, dtype, empty = self.layout.buffers[index], self.dtypes[index], self.arena.empty
-        return Place(one.size, one.stride, dtype, empty, slot.base, covered.cover(slot), index)
+    def _places(self, blocked: frozenset[int] = frozenset()) -> list[Place | None]:
+        covered, empty = Covered(self.saved), self.arena.empty
+        places: list[Place | None] = []
+        for number, (one, slot) in enumerate(zip(self.layout.buffers, self.slots, strict=True)):
+            if slot is None or number in blocked:
+                places.append(None)
+                continue
+            before, dtype = covered.owners(slot), self.dtypes[number]
+            covered.cover(slot)
+            places.append(Place(one.size, one.stride, dtype, empty, slot.base, before, number))
+        return places
 
     def watch(self, outliving: Iterable[Slot]) -> None:
         """Of all that may be held when a half begins, note what matters here."""
-        covered, own = Covered(self.slots), set(self._saved)
-        self.watched = [one for one in outliving if one not in own and covered.touches(one)]
+        covered, own = Covered(self.slots), set(self.saved)
+        self.watched = Group(one for one in outliving if one not in own and covered.owners(one))
 
-    def places_beside(self, others: Sequence[Slot]) -> Iterator[Place | None]:
-        """All places that do not overlap with these; each will be looked at closely."""
-        for place, slot in zip(self.places, self.slots, strict=True):
-            blocked = slot is None or any(map(slot.overlaps, others))
-            yield None if blocked else _closely(place)
+    def begin(self, others: Sequence[Slot], *, closely: bool) -> Places:
+        """Its places, without those that overlap with what others hold."""
+        self.current, self.covered = self.places, None
+        if others:
+            overlap = Covered(others)
+            blocked = frozenset(
+                number
+                for number, slot in enumerate(self.slots)
+                if slot is not None and overlap.owners(slot)
+            )
+            self.arena.note_held(len(blocked))
+            self.current = self._places_without(blocked)
+        return map(_closely, self.current) if closely else iter(self.current)
+
+    def _places_without(self, blocked: frozenset[int]) -> list[Place | None]:
+        """All others; each comes after other ones in its bytes than it was planned to."""
+        if not blocked:
+            return self.places
+        if self._beside is None or self._beside[0] != blocked:
+            self._beside = blocked, self._places(blocked)
+        return self._beside[1]
 
 
 def _closely(place: Place | None) -> Place | None:
@@ -269,15 +291,16 @@ class Arena:
         if not self._lock.acquire(blocking=False):
             self.missed += 1
             return None
-        places = None
+        is_in = False
         try:
             self._wait_for_others()
             places = self._places(half)
             if places is not None:
                 self._use_pool()
+                is_in = True
             return places
         finally:
-            if places is None:
+            if not is_in:
                 self._lock.release()
 
     def leave(self, half: PlacedHalf) -> None:
@@ -285,7 +308,7 @@ class Arena:
         try:
             if self._pool is not None:
                 allocate_as_before(self._pool, self.device)
-            self._leaked.update(dict.fromkeys(held(half.within)))
+            self._leaked.update(dict.fromkeys(half.within.held()))
             self.poison_dead()
         finally:
             self._lock.release()
@@ -297,17 +320,14 @@ class Arena:
             return None
         if half.bound != self.state:
             self._bind()
-        if any(slot.is_moved for slot in half.outlive):
+        if any(slot.base.data_ptr() != slot.address for slot in half.outlive):
             self._renew()
         self._leaked = dict.fromkeys(held(self._leaked))
-        others = [*held(half.watched), *self._leaked]
+        others = half.watched.held()
+        if self._leaked:
+            others += self._leaked.keys() - set(half.saved)
         self.poison_dead()
-        half.carefully = bool(others)
-        if not others and not self.poison:
-            return iter(half.places)
-        places = list(half.places_beside(others))
-        self.note_held(places.count(None) - half.places.count(None))
-        return iter(places)
+        return half.begin(others, closely=self.poison)
 
     def note_held(self, count: int) -> None:
         """So many buffers are allocated as ever, for others hold what lies there."""
@@ -337,7 +357,7 @@ class Arena:
         for slot in self._filled.keys() - living.keys():
             assert self.block is not None
             has_nan = slot.base.is_floating_point() or slot.base.is_complex()
-            fill_bytes(self.block, slot.begin, slot.end, 0xFF if has_nan else 0x7F)
+            write_over(self.block, slot.begin, slot.end, 0xFF if has_nan else 0x7F)
         self._filled = living
 
     # -- the block --------------------------------------------------------------------------------
@@ -356,7 +376,7 @@ class Arena:
                 self.is_off = True
                 return
             if self.poison:
-                fill_bytes(self.block, 0, needed, 0xFF)
+                write_over(self.block, 0, needed, 0xFF)
         self.state += 1
 
     def _give_back(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
+from operator import attrgetter
 from sys import getrefcount
 
 import torch
@@ -27,15 +28,20 @@ class Slot:
         self.address = self.base.data_ptr()
         self.storage = self.base.untyped_storage()
         self.number = storage_number(self.storage)
-        self.uses, self.references = storage_uses(self.number), getrefcount(self.storage)
+        self.uses = storage_uses(self.number)
+        self.references = min(getrefcount(self.storage), *_references([self, self]))
 
     @property
     def is_moved(self) -> bool:
         """Whether somebody has given the storage other memory, as `Tensor.share_memory_` does."""
         return self.base.data_ptr() != self.address
 
-    def overlaps(self, other: Slot) -> bool:
-        return self.begin < other.end and other.begin < self.end
+
+def _references(slots: Iterable[Slot]) -> Iterable[int]:
+    return map(getrefcount, map(_storage_of, slots))
+
+
+_storage_of = attrgetter("storage")
 
 
 def held(slots: Iterable[Slot]) -> list[Slot]:
@@ -45,6 +51,23 @@ def held(slots: Iterable[Slot]) -> list[Slot]:
         for slot in slots
         if storage_uses(slot.number) > slot.uses or getrefcount(slot.storage) > slot.references
     ]
+
+
+class Group:
+    """Slots that are looked at together, which takes half the time where nobody holds any."""
+
+    def __init__(self, slots: Iterable[Slot] = ()) -> None:
+        self.slots = list(slots)
+        self._numbers = [slot.number for slot in self.slots]
+        self._uses = min((slot.uses for slot in self.slots), default=0)
+        self._references = min((slot.references for slot in self.slots), default=0)
+
+    def held(self) -> list[Slot]:
+        """As `held`."""
+        uses = max(map(storage_uses, self._numbers), default=0)
+        if uses <= self._uses and max(_references(self.slots), default=0) <= self._references:
+            return []
+        return held(self.slots)
 
 
 class Covered:
@@ -59,21 +82,19 @@ class Covered:
     def _range(self, slot: Slot) -> tuple[int, int]:
         return bisect_right(self._ends, slot.begin), bisect_left(self._begins, slot.end)
 
-    def touches(self, slot: Slot) -> bool:
-        """Whether any of the slot's bytes are had by one."""
+    def owners(self, slot: Slot) -> tuple[Slot, ...]:
+        """Those who have any of the slot's bytes."""
         low, high = self._range(slot)
-        return low < high
+        return tuple(dict.fromkeys(self._slots[low:high]))
 
-    def cover(self, slot: Slot) -> tuple[Slot, ...]:
-        """Give its bytes to ``slot``; returns those who had them."""
+    def cover(self, slot: Slot) -> None:
+        """Give its bytes to ``slot``."""
         low, high = self._range(slot)
-        before = self._slots[low:high]
         parts = [(slot.begin, slot.end, slot)]
-        if before and self._begins[low] < slot.begin:
-            parts.insert(0, (self._begins[low], slot.begin, before[0]))
-        if before and self._ends[high - 1] > slot.end:
-            parts.append((slot.end, self._ends[high - 1], before[-1]))
+        if low < high and self._begins[low] < slot.begin:
+            parts.insert(0, (self._begins[low], slot.begin, self._slots[low]))
+        if low < high and self._ends[high - 1] > slot.end:
+            parts.append((slot.end, self._ends[high - 1], self._slots[high - 1]))
         self._begins[low:high] = [begin for begin, _, _ in parts]
         self._ends[low:high] = [end for _, end, _ in parts]
         self._slots[low:high] = [owner for _, _, owner in parts]
-        return tuple(dict.fromkeys(before))

@@ -189,7 +189,7 @@ class Recorded:
     holds: bool = False
 
 
-@dataclass
+@dataclass(eq=False)
 class BudgetScope:
     """The graphs that share one budget, and their runs that wait, in the order they came.
 
@@ -254,7 +254,8 @@ class BudgetScope:
     ) -> Storages:
         """Parameters of all graphs with their gradients, and all else that is known of their
         ``models``, unless a graph counts what lies around it itself."""
-        found = with_gradients(_alive(self.parameters.values()), device)
+        found: Storages = {}
+        found |= with_gradients(_alive(self.parameters.values()), device)
         for graph in self.graphs if models else ():
             found |= storages_of(_alive(graph.around), device)
         return {key: size for key, size in found.items() if key not in own}
@@ -363,7 +364,8 @@ class BudgetScope:
             device, budget = promise.device, promise.budget_bytes
             self.watch = StepWatch(device, budget, promise.counts_reserved, self._compilations)
         if not self.waiting and not self.watch.is_over:
-            around, self.saved_bytes = pytree.tree_leaves([each() for each in promise.around]), 0
+            around, self.saved_bytes = [each() for each in promise.around], 0
+            around = pytree.tree_leaves(around)
             resident = with_gradients([*args, *around], promise.device)
             self.watch.begin(with_arenas(resident, promise.device))
 

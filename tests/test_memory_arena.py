@@ -1,0 +1,584 @@
+"""Training in an arena: the same to the bit as without, whatever a loop does with what it is given.
+
+One compiled model serves most tests. Each records a step, lays out an arena for it, and runs what
+it is about without places, in the arena, and with dead memory filled with NaN.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import weakref
+from collections.abc import Callable, Iterator
+from threading import Thread
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fxremat.step import scope
+from tests.placing import Trial, trial
+from tests.small import Convolutions, Stack
+
+OPTIONS: dict[str, Any] = {"memory_budget": "1GiB", "solver": "greedy", "variants": "none"}
+WAYS = ("as ever", "placed", "poisoned")
+Loop = Callable[[], Any]
+
+
+def compiled(model: nn.Module, **kwargs: Any) -> Any:
+    return torch.compile(model, backend="fxremat", options=OPTIONS, **kwargs)
+
+
+class Small:
+    """A model, its compiled form and an input."""
+
+    def __init__(self, make: Callable[[], nn.Module], *size: int, **kwargs: Any) -> None:
+        torch.manual_seed(0)
+        self.model, self.x = make(), torch.randn(*size)
+        self.call = compiled(self.model, **kwargs)
+        self.weights: list[Any] = list(self.model.parameters())
+
+    def step(self, scale: float = 1.0) -> Tensor:
+        """Gradients that are dropped, a forward, and a backward."""
+        self.model.zero_grad(set_to_none=True)
+        loss = self.call(self.x * scale)
+        loss.backward()
+        made: Tensor = loss.detach()
+        return made
+
+    def gradients(self) -> list[Tensor]:
+        """Those of the parameters as they are."""
+        return [p.grad for p in self.weights if p.grad is not None]
+
+    def lies_in(self, arena: Any) -> int:
+        """How many of the gradients do."""
+        begin, end = arena.block.data_ptr(), arena.block.data_ptr() + arena.block.nbytes
+        return sum(begin <= one.data_ptr() < end for one in self.gradients())
+
+
+@pytest.fixture(scope="module")
+def stack() -> Iterator[Small]:
+    torch._dynamo.reset()
+    scope.forget()
+    made = Small(Stack, 16, 32)
+    made.step()
+    yield made
+    torch._dynamo.reset()
+
+
+def in_all_ways(small: Small, loop: Loop, found: Trial, record: Loop | None = None) -> None:
+    """What the loop gives is the same without an arena, in it, and where dead memory is NaN."""
+    results = {}
+    found.record(record or small.step, small.model)
+    for way in WAYS:
+        found.arena.poison = way == "poisoned"
+        small.model.zero_grad(set_to_none=True)
+        with found.running("as ever" if way == "as ever" else "placed"):
+            results[way] = [one.clone() for one in _tensors(loop())]
+    for way in WAYS[1:]:
+        assert len(results[way]) == len(results["as ever"]) > 0
+        assert all(map(torch.equal, results["as ever"], results[way])), way
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [one for one in torch.utils._pytree.tree_leaves(values) if isinstance(one, Tensor)]
+
+
+def test_gradients_lie_in_the_arena(stack: Small) -> None:
+    """All that is planned is placed, in each step again, and it takes less than all buffers."""
+    with trial() as found:
+        in_all_ways(stack, lambda: [stack.step(), *stack.gradients()], found)
+        assert stack.lies_in(found.arena) == len(stack.weights)
+        assert found.arena.nbytes < sum(one.buffer.nbytes for one in found.step.asked)
+        assert (found.arena.conflicts, found.arena.differences, found.arena.missed) == (0, 0, 0)
+
+
+def test_the_arena_is_given_back_with_the_last_graph(stack: Small) -> None:
+    """What somebody still holds keeps its memory."""
+    with trial() as found:
+        found.record(stack.step, stack.model)
+        stack.step()
+        block, before = weakref.ref(found.arena.block), [one.clone() for one in stack.gradients()]
+        found.placed.clear()
+        gc.collect()
+        assert found.arena.nbytes == 0
+        assert all(map(torch.equal, stack.gradients(), before))
+        stack.step()
+        gc.collect()
+        assert block() is None
+
+
+def test_a_larger_layout_takes_the_arena_anew(stack: Small) -> None:
+    """A gradient that is held stays in the one before."""
+    with trial() as found:
+        found.record(stack.step, stack.model)
+        stack.step()
+        kept, nbytes = stack.gradients(), found.arena.nbytes
+        values = [one.clone() for one in kept]
+        (key,) = found.placed
+        before = found.placed[key].forward
+        layout = found.step_layout(2 * nbytes)
+        (found.placed[key],) = found.arena.placed(layout)
+        stack.step(2)
+        assert found.arena.nbytes == 2 * nbytes
+        assert all(map(torch.equal, kept, values))
+        assert stack.lies_in(found.arena) == len(stack.weights)
+        assert found.arena.conflicts == 0
+        del before
+
+
+# --- what a loop does with gradients and results ------------------------------------------------
+
+
+def micro_batches(stack: Small) -> Any:
+    """Gradients are added to; those of the first live under the second."""
+    kept = []
+    for step in range(6):
+        if step % 3 == 0:
+            stack.model.zero_grad(set_to_none=True)
+        stack.call(stack.x * (step + 1)).backward()
+        kept += [one.clone() for one in stack.gradients()]
+    return kept
+
+
+def late_zero_grad(stack: Small) -> Any:
+    losses = []
+    for step in range(4):
+        loss = stack.call(stack.x * (step + 1))
+        stack.model.zero_grad(set_to_none=step % 2 == 0)
+        loss.backward()
+        losses.append(loss.detach())
+    return losses, stack.gradients()
+
+
+def kept_gradients(stack: Small) -> Any:
+    """The results of `autograd.grad` are kept over several steps."""
+    return [torch.autograd.grad(stack.call(stack.x * k), stack.weights) for k in range(1, 5)]
+
+
+def some_kept_gradients(stack: Small) -> Any:
+    """Every third gradient is kept, and in each step another one."""
+    return [
+        torch.autograd.grad(stack.call(stack.x * k), stack.weights)[k % 3 :: 3] for k in range(1, 7)
+    ]
+
+
+def hooks(stack: Small) -> Any:
+    """One hook keeps what it sees, and one takes the gradient as soon as it is there."""
+    seen: list[Tensor] = []
+
+    def take(weight: Tensor) -> None:
+        assert weight.grad is not None
+        seen.append(weight.grad)
+        weight.grad = None
+
+    handles = [p.register_hook(lambda g: seen.append(g)) for p in stack.weights[::2]]
+    handles += [p.register_post_accumulate_grad_hook(take) for p in stack.weights[::3]]
+    losses = [stack.step(k) for k in range(1, 4)]
+    for handle in handles:
+        handle.remove()
+    return losses, seen, stack.gradients()
+
+
+def restore(stack: Small, weights: list[Tensor]) -> None:
+    with torch.no_grad():
+        for one, value in zip(stack.weights, weights, strict=True):
+            one.copy_(value)
+
+
+def optimizer(stack: Small) -> Any:
+    """Weights change, the states are made of gradients, and a copy of the weights follows."""
+    before = [p.detach().clone() for p in stack.weights]
+    adam, mean = torch.optim.AdamW(stack.weights, lr=1e-2), copy.deepcopy(stack.model)
+    losses = []
+    for k in range(1, 4):
+        losses.append(stack.step(k))
+        nn.utils.clip_grad_norm_(stack.weights, 0.1)
+        adam.step()
+        with torch.no_grad():
+            for one, other in zip(mean.parameters(), stack.weights, strict=True):
+                one.lerp_(other, 0.1)
+    after = [p.detach().clone() for p in stack.weights]
+    restore(stack, before)
+    return losses, after, list(mean.parameters())
+
+
+def twice_in_the_same_place(stack: Small) -> Any:
+    """SAM: a step at other weights, before the one that counts."""
+    losses, before = [], [p.detach().clone() for p in stack.weights]
+    for k in range(1, 4):
+        losses.append(stack.step(k))
+        with torch.no_grad():
+            for weight in stack.weights:
+                weight.add_(weight.grad * 0.1)
+        losses.append(stack.step(k))
+        restore(stack, before)
+    return losses, stack.gradients()
+
+
+def dropped_forwards(stack: Small) -> Any:
+    """Some forwards are never followed by a backward, and are dropped at once, or later."""
+    kept, found = [], []
+    for k in range(1, 6):
+        kept.append(stack.call(stack.x * k))
+        stack.call(stack.x)
+        found.append(stack.step(k))
+    del kept[1:3]
+    kept.pop().backward()
+    return found, kept, stack.gradients()
+
+
+def two_at_once(stack: Small) -> Any:
+    """More forwards wait than there are places for."""
+    stack.model.zero_grad(set_to_none=True)
+    for _ in range(2):
+        losses = [stack.call(stack.x * k) for k in range(1, 4)]
+        losses[0].backward()
+        losses[2].backward()
+        losses[1].backward()
+    return stack.gradients()
+
+
+def evaluated_between(stack: Small) -> Any:
+    found = []
+    for k in range(1, 4):
+        loss = stack.call(stack.x * k)
+        with torch.no_grad():
+            found.append(stack.call(stack.x))
+        with torch.inference_mode():
+            found.append(stack.call(stack.x).clone())
+        loss.backward()
+    return found, stack.gradients()
+
+
+def saved_on_cpu(stack: Small) -> Any:
+    with torch.autograd.graph.save_on_cpu():
+        loss = stack.call(stack.x)
+    stack.call(stack.x * 2).backward()
+    loss.backward()
+    return stack.gradients()
+
+
+def hooks_that_hold_what_is_saved(stack: Small) -> Any:
+    held: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: held.append(x) or x, lambda x: x):  # type: ignore[func-returns-value]
+        loss = stack.call(stack.x)
+    values = [one.clone() for one in held]
+    loss.backward()
+    stack.step(2)
+    return held, values, stack.gradients()
+
+
+def hooks_that_hold_what_they_read(stack: Small) -> Any:
+    """What was saved is held by somebody when the backward would lie there."""
+    held: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: held.append(x) or x):  # type: ignore[func-returns-value]
+        loss = stack.call(stack.x)
+    loss.backward()
+    stack.step(2)
+    return held, stack.gradients()
+
+
+def checkpointed(stack: Small) -> Any:
+    """A forward is computed again inside of the backward."""
+    for k in range(1, 4):
+        loss: Any = checkpoint(stack.call, stack.x * k, use_reentrant=k == 3)
+        if loss.requires_grad:
+            loss.backward()
+    return stack.gradients()
+
+
+def a_backward_fails(stack: Small) -> Any:
+    """In a hook of the user, before and after the node of the graph."""
+    for weight in stack.weights[:1]:
+        handle = weight.register_hook(lambda g: 1 / 0)
+        with pytest.raises(ZeroDivisionError) as failed:
+            stack.call(stack.x).backward()
+        handle.remove()
+    loss = stack.call(stack.x)
+    loss.register_hook(lambda g: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loss.backward()
+    found = stack.step(), [one.clone() for one in stack.gradients()]
+    del failed
+    return found, stack.step(2), stack.gradients()
+
+
+LOOPS = (
+    micro_batches, late_zero_grad, kept_gradients, some_kept_gradients, hooks, optimizer,
+    twice_in_the_same_place, dropped_forwards, two_at_once, evaluated_between, saved_on_cpu,
+    hooks_that_hold_what_is_saved, hooks_that_hold_what_they_read, checkpointed, a_backward_fails,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+def test_loops(stack: Small, loop: Callable[[Small], Any]) -> None:
+    with trial() as found:
+        in_all_ways(stack, lambda: loop(stack), found)
+        found.arena.poison = False
+        stack.model.zero_grad(set_to_none=True)
+        gc.collect()
+        conflicts = found.arena.conflicts
+        stack.step()  # all is placed again
+        assert found.arena.conflicts == conflicts
+        assert stack.lies_in(found.arena) == len(stack.weights)
+
+
+@pytest.mark.parametrize("donated", [False, True])
+def test_a_second_backward_gives_what_it_gives_without(stack: Small, donated: bool) -> None:
+    """The same gradients, or the same error where saved memory was given away."""
+    with torch._functorch.config.patch(donated_buffer=donated):
+        small = Small(Stack, 16, 32)
+
+        def loop() -> Any:
+            outcome = []
+            loss = small.call(small.x)
+            for keep in (True, True, False, False):
+                try:
+                    loss.backward(retain_graph=keep)
+                except RuntimeError as error:
+                    outcome.append(torch.tensor([ord(c) for c in str(error)]))
+            return [*outcome, *(one.clone() for one in small.gradients()), small.step()]
+
+        with trial() as found:
+            in_all_ways(small, loop, found)
+
+
+# --- storages -----------------------------------------------------------------------------------
+
+
+def test_storages_of_gradients_are_their_own(stack: Small) -> None:
+    """They are saved, copied and shared as others are, and what was shared stays as it is."""
+    with trial() as found:
+        found.record(stack.step, stack.model)
+        stack.step()
+        one = stack.weights[1].grad
+        value, file = one.clone(), io.BytesIO()
+        torch.save(one, file)
+        assert file.tell() < one.nbytes + 4096
+        assert copy.deepcopy(one).untyped_storage().nbytes() == one.nbytes
+        assert one.untyped_storage().nbytes() == one.nbytes
+        one.share_memory_()
+        shared = torch.UntypedStorage._new_shared_filename_cpu(  # as another process has it
+            *one.untyped_storage()._share_filename_cpu_()
+        )
+        del one
+        for k in range(3):
+            stack.step(k + 2)
+            assert torch.equal(torch.empty(0).set_(shared)[: value.numel()], value.flatten())
+        assert stack.lies_in(found.arena) == len(stack.weights)
+
+
+def test_memory_that_is_held_in_other_ways(stack: Small) -> None:
+    """By a storage alone, an array of numpy, and a tensor that has taken over another's memory."""
+    with trial() as found:
+        found.record(stack.step, stack.model)
+        stack.step()
+        first, second, third = stack.gradients()[:3]
+        values = [one.clone() for one in (first, second, third)]
+        storage, array = first.untyped_storage(), second.numpy()
+        taken = torch.empty(0)
+        taken.data = third
+        del first, second, third
+        for k in range(3):
+            stack.step(k + 2)
+            same = torch.empty(0).set_(storage).view(values[0].shape)
+            assert all(map(torch.equal, (same, torch.from_numpy(array), taken), values))
+        assert found.arena.conflicts > 0
+
+
+# --- graphs -------------------------------------------------------------------------------------
+
+
+def test_running_statistics() -> None:
+    """BatchNorm's buffers, which a graph is given and writes, are the user's."""
+    small = Small(Convolutions, 4, 3, 16, 16)
+    state = copy.deepcopy(small.model.state_dict())
+
+    def loop() -> Any:
+        small.model.load_state_dict(state)
+        losses = [small.step(k) for k in range(1, 4)]
+        return losses, small.gradients(), [one.clone() for one in small.model.buffers()]
+
+    with trial() as found:
+        in_all_ways(small, loop, found)
+
+
+class Wide(nn.Module):
+    """Its size is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.as_tensor(self.down(torch.tanh(self.up(x)).relu()).square().mean())
+
+
+def test_one_graph_for_many_sizes() -> None:
+    """It is laid out for 32 rows, and fewer lie in the same places."""
+    small = Small(Wide, 32, 16, dynamic=True)
+    torch._dynamo.mark_dynamic(small.x, 0)
+    sizes = [torch.randn(rows, 16) for rows in (32, 8, 17, 31)]
+
+    def loop(inputs: list[Tensor]) -> Any:
+        found = []
+        for x in inputs:
+            small.model.zero_grad(set_to_none=True)
+            loss = small.call(x)
+            loss.backward()
+            found += [loss.detach(), *(one.clone() for one in small.gradients())]
+        return found
+
+    with trial() as found:
+        in_all_ways(small, lambda: loop(sizes), found)
+        assert found.arena.differences == 0
+        assert small.lies_in(found.arena) == len(small.weights)
+
+
+def test_blocks_one_by_one_and_two_models(stack: Small) -> None:
+    """Runs of one code have places of their own, and another model lies in the same arena."""
+    other = Small(lambda: Stack(2, 16), 8, 16)
+    torch.manual_seed(0)
+    chain = Stack(3, 16)
+    for block in chain.blocks:
+        block.compile(backend="fxremat", options=OPTIONS)
+    weights = [*stack.weights, *other.weights, *chain.parameters()]
+    together = nn.ParameterList(weights)
+
+    def step() -> Any:
+        for weight in weights:
+            weight.grad = None
+        losses = [stack.call(stack.x), other.call(other.x), chain(other.x)]
+        sum(losses).backward()
+        return [one.detach() for one in losses], [weight.grad for weight in weights]
+
+    step()
+    step()
+    with trial() as found:
+        both = Small.__new__(Small)
+        both.model, both.weights = together, weights
+        in_all_ways(both, step, found, step)
+        assert len(found.placed) >= 4
+        assert both.lies_in(found.arena) == len(weights)
+        assert found.arena.conflicts == 0
+
+
+# --- ops that do not do as they say -------------------------------------------------------------
+
+LIBRARY: Any = torch.library.Library("arena_tests", "DEF")  # type: ignore[no-untyped-call]
+LIBRARY.define("odd(Tensor x, str how) -> Tensor")
+HELD: list[Tensor] = []
+
+
+def _odd(x: Tensor, how: str) -> Tensor:
+    if how == "keeps" or (how == "keeps now and then" and len(HELD) % 2):
+        HELD.append(x)
+    if FAILS and how == "fails":
+        raise ValueError("odd")
+    return x if how == "returns" else x * 2
+
+
+FAILS: list[bool] = []
+LIBRARY.impl("odd", _odd, "CompositeExplicitAutograd")
+torch.library.register_fake("arena_tests::odd", lambda x, how: torch.empty_like(x), lib=LIBRARY)
+torch.library.register_autograd(
+    "arena_tests::odd",
+    lambda ctx, gradient: (torch.ops.arena_tests.odd(gradient, ctx.how), None),
+    setup_context=lambda ctx, inputs, output: setattr(ctx, "how", inputs[1]),
+    lib=LIBRARY,
+)
+
+
+class Odd(nn.Module):
+    """An op that does not do as it says, between others that have buffers of the same size."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.layers = how, nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Any:
+        shown = []
+        for layer in self.layers:
+            x = torch.ops.arena_tests.odd(torch.tanh(layer(x)), self.how).sin()
+            shown.append(torch.ops.arena_tests.odd(x, self.how))
+        return x.square().mean(), shown[1]
+
+
+@pytest.mark.parametrize("how", ["returns", "keeps", "fails"])
+def test_ops_that_do_not_do_as_they_say(how: str) -> None:
+    """They return or keep what they are given, so that it lives against the plan; or they fail."""
+    small = Small(lambda: Odd(how), 8, 16)
+
+    def step(scale: float = 1.0) -> Any:
+        small.model.zero_grad(set_to_none=True)
+        loss, shown = small.call(small.x * scale)
+        loss.backward()
+        return loss.detach(), shown.detach()
+
+    def loop() -> Any:
+        HELD.clear()
+        found = [step(k) for k in range(1, 4)]
+        if how == "fails":
+            FAILS.append(True)
+            with pytest.raises(ValueError, match="odd"):
+                step()
+            FAILS.clear()
+        return found, HELD[:], step(5), small.gradients()
+
+    step()
+    with trial() as found:
+        in_all_ways(small, loop, found, step)
+        FAILS.clear()
+        HELD.clear()
+
+
+def test_threads(stack: Small) -> None:
+    """Eight of them, in one arena: those that find it taken have places elsewhere."""
+    inputs = [torch.randn(16, 32) for _ in range(8)]
+
+    def run(k: int) -> None:
+        for _ in range(20):
+            loss = stack.call(inputs[k])
+            results[k] = loss.detach(), *torch.autograd.grad(loss, stack.weights)
+
+    with trial() as found:
+        found.record(stack.step, stack.model)
+        results: dict[int, Any] = {}
+        with found.running("as ever"):
+            for k in range(8):
+                run(k)
+        expected, results = results, {}
+        threads = [Thread(target=run, args=(k,)) for k in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sorted(results) == list(range(8))
+        for k in range(8):
+            assert all(map(torch.equal, expected[k], results[k]))
+
+
+@pytest.mark.slow
+def test_two_thousand_steps_take_no_more_than_twenty(stack: Small) -> None:
+    """Of tensors, of slots, and of conflicts there are no more in the end."""
+
+    def counts() -> tuple[int, int, int]:
+        gc.collect()
+        tensors = sum(isinstance(one, Tensor) for one in gc.get_objects())
+        return tensors, len(found.arena._slots), found.arena.conflicts
+
+    with trial() as found:
+        found.record(stack.step, stack.model)
+        loss = stack.step()
+        for _ in range(20):
+            stack.step()
+        before = counts()
+        for _ in range(2000):
+            last = stack.step()
+        del last
+        assert torch.equal(stack.step(), loss)
+        assert counts() == before

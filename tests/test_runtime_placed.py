@@ -1,0 +1,313 @@
+"""Code at the places of its buffers, without a compiler: functions that allocate as code does."""
+
+from __future__ import annotations
+
+import logging
+from threading import Thread
+from typing import Any
+
+import pytest
+import torch
+
+from fxremat.core.layout import CodeBuffer, HalfLayout, RunLayout, StepLayout
+from fxremat.memory.arena import Arena, PlacedRun
+from fxremat.runtime.placed import (
+    backward_at_places,
+    empty_strided_cpu,
+    empty_strided_cuda,
+    set_places_of_backward,
+)
+from tests.placing import run_at
+
+HOST = torch.device("cpu")
+KIB = 1024
+
+
+def buffer(*size: int, dtype: torch.dtype = torch.float32) -> CodeBuffer:
+    stride = torch.empty(size, device="meta").stride()
+    return CodeBuffer("0", size, stride, str(dtype), dtype.itemsize)
+
+
+def half(*at: int | None, outlive: tuple[int, ...] = ()) -> HalfLayout:
+    """Buffers of 1 KiB at these offsets, in KiB."""
+    offsets = tuple(None if one is None else KIB * one for one in at)
+    return HalfLayout((buffer(256),) * len(at), offsets, frozenset(outlive))
+
+
+def placed(forward: HalfLayout, backward: HalfLayout | None = None) -> PlacedRun:
+    layout = StepLayout((RunLayout(forward, backward or half()),), 16 * KIB)
+    return Arena(HOST).placed(layout)[0]
+
+
+def ask(size: int = 256, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return empty_strided_cpu((size,), (1,), dtype)
+
+
+def where(run: PlacedRun, *tensors: torch.Tensor) -> list[int | None]:
+    """The places of tensors, in KiB; None outside of the arena."""
+    block = run.forward.arena.block
+    assert block is not None
+    offsets = [tensor.data_ptr() - block.data_ptr() for tensor in tensors]
+    return [at // KIB if 0 <= at < block.nbytes else None for at in offsets]
+
+
+def test_buffers_lie_where_they_are_planned() -> None:
+    run = placed(half(3, None, 0))
+    found = run_at(run.forward, lambda: [ask() for _ in range(4)])
+    assert where(run, *found) == [3, None, 0, None]
+    assert [one.untyped_storage().nbytes() for one in found] == [KIB] * 4
+
+
+def test_code_without_places_asks_torch() -> None:
+    run = placed(half(0))
+    run_at(run.forward, list)
+    assert where(run, ask()) == [None]
+    assert where(run, *run_at(None, lambda: [ask()])) == [None]
+
+
+def test_places_are_those_of_one_thread() -> None:
+    """While one is in the arena another one allocates as ever, and its calls take no places."""
+    run, others = placed(half(0, 1)), list[torch.Tensor]()
+
+    def code() -> list[torch.Tensor]:
+        first = ask()
+        for call in (ask, lambda: run_at(run.forward, ask)):
+            thread = Thread(target=lambda call=call: others.append(call()))
+            thread.start()
+            thread.join()
+        return [first, ask()]
+
+    assert where(run, *run_at(run.forward, code), *others) == [0, 1, None, None]
+    assert run.forward.arena.missed == 1
+
+
+def test_a_gpu_that_records_a_graph_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    arena = Arena(torch.device("cuda"))
+    (run,) = arena.placed(StepLayout((RunLayout(half(0)),), KIB))
+    assert run.forward.enter() is None
+    assert arena.nbytes == 0
+
+
+def test_on_a_gpu_streams_wait_and_all_else_comes_from_a_pool(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In this order; what is placed lies in host memory here."""
+    calls: list[Any] = []
+
+    class Stream:
+        def wait_stream(self, other: Stream) -> None:
+            calls.append(("waits", self, other))
+
+    class Pool:
+        id = (0, 1)
+
+    def note(name: str) -> Any:
+        return lambda *args: calls.append((name, *args))
+
+    run, streams = placed(half(0)), [Stream(), Stream()]
+    run_at(run.forward, ask)
+    names = ["beginAllocateCurrentThreadToPool", "endAllocateToPool", "releasePool"]
+    for name in names:
+        monkeypatch.setattr(torch._C, f"_cuda_{name}", note(name), raising=False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams[0])
+    monkeypatch.setattr(torch.cuda, "MemPool", Pool)
+    run.forward.arena.device = torch.device("cuda", 0)
+    for _ in range(2):
+        run_at(run.forward, ask)
+        streams.reverse()
+    in_pool = [(name, 0, (0, 1)) for name in names]
+    assert calls == [*in_pool, ("waits", *streams[::-1]), *in_pool]
+
+
+def test_without_memory_for_an_arena_nothing_is_placed(caplog: pytest.LogCaptureFixture) -> None:
+    (run,) = Arena(HOST).placed(StepLayout((RunLayout(half(0)),), 1 << 60))
+    for _ in range(2):
+        assert len(run_at(run.forward, lambda: [ask()])) == 1
+    assert [one.levelname for one in caplog.records] == ["WARNING"]
+    assert run.forward.arena.is_off
+
+
+def test_code_inside_of_other_code_has_no_places() -> None:
+    """What runs inside finds the arena taken, and what runs on goes on in its own places."""
+    run = placed(half(0, 1))
+    inside = run_at(run.forward, lambda: [ask(), *run_at(run.forward, lambda: [ask()]), ask()])
+    assert where(run, *inside) == [0, None, 1]
+    assert run.forward.arena.missed == 1
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda: ask(257),
+        lambda: ask(dtype=torch.int32),
+        lambda: ask(0),
+        lambda: empty_strided_cpu((256,), (2,), torch.float32),
+    ],
+)
+def test_what_is_not_as_planned_lies_elsewhere(other: Any) -> None:
+    """And what was planned in the same bytes is asked for again by whoever comes later."""
+    run = placed(half(0, 1, 1))
+    found = run_at(run.forward, lambda: [ask(), other(), ask()])
+    assert where(run, *found) == [0, None, 1]
+    assert run.forward.arena.differences == 1
+
+
+def test_another_device_is_another_buffer() -> None:
+    run = placed(half(0))
+
+    def code() -> Any:
+        with pytest.raises((RuntimeError, AssertionError)):
+            empty_strided_cuda((256,), (1,), torch.float32)
+
+    if not torch.cuda.is_available():
+        run_at(run.forward, code)
+        assert run.forward.arena.differences == 1
+
+
+def test_a_smaller_buffer_takes_the_place_of_a_larger() -> None:
+    run = placed(half(0, 1))
+    found = run_at(run.forward, lambda: [ask(8), empty_strided_cpu((4, 8), (8, 1), torch.float32)])
+    assert where(run, *found) == [0, 1]
+    assert run.forward.arena.differences == 0
+
+
+def test_what_is_held_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    """By somebody inside of the half, and from the half before; it is told once."""
+    run, kept = placed(half(0, 0, 0)), list[torch.Tensor]()
+
+    def code(keep: bool) -> list[torch.Tensor]:
+        first = ask().fill_(1)
+        if keep:
+            kept.append(first)
+        del first
+        return [ask().fill_(2), ask().fill_(3)]
+
+    with caplog.at_level(logging.WARNING):
+        found = run_at(run.forward, code, True)
+        assert where(run, *kept, *found) == [0, None, None]
+        assert where(run, *run_at(run.forward, code, False)) == [None, None]
+    assert len(caplog.records) == 1
+    assert run.forward.arena.conflicts == 2 + 3
+    assert torch.equal(kept[0], torch.ones(256))
+    kept.clear()
+    assert where(run, *run_at(run.forward, code, False)) == [0, None]  # it holds the first itself
+
+
+def test_bytes_are_looked_at_below_a_buffer_that_lies_elsewhere() -> None:
+    """The second is not placed, so the third looks at the first."""
+    run, kept = placed(half(0, 0, 0)), list[torch.Tensor]()
+
+    def code() -> list[torch.Tensor]:
+        kept.append(ask().fill_(1))
+        ask(1000)
+        return [ask().fill_(2)]
+
+    found = run_at(run.forward, code)
+    assert where(run, *kept, *found) == [0, None]
+    assert torch.equal(kept[0], torch.ones(256))
+
+
+def test_bytes_are_looked_at_below_a_place_that_others_hold() -> None:
+    """The second is not placed as the last is held from before, so the third looks at the first."""
+    layout = HalfLayout((buffer(256),) * 4, (0, KIB // 2, 0, KIB), frozenset({3}))
+    run, kept = placed(layout), list[torch.Tensor]()
+
+    def code() -> list[torch.Tensor]:
+        kept.append(ask().fill_(1))
+        return [ask(), ask().fill_(2), ask()]
+
+    del kept[:], (last := run_at(run.forward, lambda: [ask() for _ in range(4)]))[:3]
+    assert where(run, *last) == [1]
+    found = run_at(run.forward, code)
+    assert where(run, *kept, *found) == [0, None, None, None]
+    assert torch.equal(kept[0], torch.ones(256))
+
+
+def test_who_holds_a_storage_alone_holds_its_bytes() -> None:
+    run = placed(half(0, outlive=(0,)))
+    storage = run_at(run.forward, lambda: ask().fill_(1)).untyped_storage()
+    other = run_at(run.forward, lambda: ask().fill_(2))
+    assert where(run, other) == [None]
+    assert torch.equal(torch.empty(0).set_(storage), torch.ones(256))
+    del storage, other
+    assert where(run, run_at(run.forward, ask)) == [0]
+
+
+def test_dead_memory_is_poisoned() -> None:
+    """What has died is filled with NaN, and what lives is not."""
+    run = placed(half(0, 1, outlive=(0,)))
+    arena = run.forward.arena
+    arena.poison = True
+
+    def code() -> torch.Tensor:
+        first = ask().fill_(1)
+        ask().fill_(2)
+        return first
+
+    first = run_at(run.forward, code)
+    assert arena.block is not None
+    assert arena.block[:KIB].view(torch.float32).eq(1).all()
+    assert arena.block[KIB:].view(torch.float32).isnan().all()
+    assert first.sum() == 256
+
+
+def test_after_an_exception_what_its_traceback_holds_is_left_alone() -> None:
+    run = placed(half(0, 1))
+
+    def failing() -> None:
+        local = ask().fill_(1)
+        raise ValueError(local)
+
+    with pytest.raises(ValueError, match="tensor") as failed:
+        run_at(run.forward, failing)
+    assert where(run, *run_at(run.forward, lambda: [ask(), ask()])) == [None, 1]
+    assert torch.equal(failed.value.args[0], torch.ones(256))
+    del failed
+    assert where(run, *run_at(run.forward, lambda: [ask(), ask()])) == [0, 1]
+
+
+class _Code(torch.autograd.Function):
+    """Saves one buffer, and has two in its backward, of which the second takes its place."""
+
+    @staticmethod
+    def forward(ctx: Any, run: PlacedRun, x: torch.Tensor) -> torch.Tensor:
+        saved = run_at(run.forward, lambda: ask().fill_(1))
+        ctx.save_for_backward(saved)
+        return x.sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        args = [*ctx.saved_tensors]
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            ctx.maybe_clear_saved_tensors()
+
+        def code(args: list[torch.Tensor]) -> list[torch.Tensor]:
+            (saved,) = args
+            args.clear()
+            first = ask().copy_(saved)
+            del saved
+            return [first, ask().fill_(2)]
+
+        seen.append(backward_at_places(code)(args))
+        return None, gradient.expand(8)
+
+
+seen: list[list[torch.Tensor]] = []
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_backward_takes_the_place_of_what_was_saved_unless_it_is_kept(keep: bool) -> None:
+    seen.clear()
+    run = placed(half(0, outlive=(0,)), half(1, 0))
+    x = torch.ones(8, requires_grad=True)
+    code: Any = _Code
+    result = code.apply(run, x)
+    set_places_of_backward(result.grad_fn, run.backward)
+    if keep:
+        result.backward(retain_graph=True)
+        assert where(run, *seen.pop()) == [1, None]
+    result.backward()
+    assert where(run, *seen[-1]) == [1, 0]
+    assert [one[0].item() for one in seen[-1]] == [1, 2]
