@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import fx
@@ -66,8 +67,6 @@ def fake_tensors(seen: Callable[[Any], None] | None = None) -> Iterator[None]:
 
     ``seen`` is told what each op gives. Unlike in another mode, compiled parts stay compiled.
     """
-    from unittest import mock
-
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     class Seeing(FakeTensorMode):  # type: ignore[no-untyped-call]
@@ -78,15 +77,23 @@ def fake_tensors(seen: Callable[[Any], None] | None = None) -> Iterator[None]:
             return result
 
     mode: Any = Seeing(allow_non_fake_inputs=True)
+    with swappable(mode), mode:
+        yield
+
+
+@contextmanager
+def swappable(mode: Any) -> Iterator[None]:
+    """Inside, ``model.to(dtype)`` can swap parameters without memory of this mode for new ones.
+
+    The mode holds weak references, which swap_tensors refuses; it can do without them.
+    """
     swap: Any = torch.utils.swap_tensors
 
     def swap_fake(one: torch.Tensor, other: torch.Tensor) -> None:
-        # The mode holds weak references, which swap_tensors refuses; it can do without them.
         mode.fake_tensor_converter.meta_converter.tensor_memo.clear()
         swap(one, other)
 
-    # ``model.to(dtype)`` swaps fake parameters for new ones.
-    with mode, mock.patch.object(torch.utils, "swap_tensors", swap_fake):
+    with mock.patch.object(torch.utils, "swap_tensors", swap_fake):
         yield
 
 
