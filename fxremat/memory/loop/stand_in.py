@@ -7,12 +7,14 @@ always does. So what lives on, and for how long, is what the loop makes of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from fxremat.core.events import Allocate, Event, Free, Given, RunEvents
 from fxremat.core.layout import HalfLayout, RunLayout
@@ -154,7 +156,7 @@ def _size(tensor: torch.Tensor) -> _Size | None:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
-class _tuned:  # noqa: N801
+class _tuned:
     """While kernels run for the first time, what tuning writes over is there."""
 
     def __init__(self, recorder: LoopRecorder) -> None:
@@ -270,10 +272,11 @@ class _Loop:
         return self
 
 
-def on_device(model: nn.Module, inputs: Sequence[Any], recorder: LoopRecorder) -> tuple[Any, ...]:
-    """Move a model to the device of a loop, parameter by parameter; the inputs, moved as well.
+@contextmanager
+def on_device(model: nn.Module, inputs: Any, recorder: LoopRecorder) -> Iterator[Any]:
+    """Inside, the model lies on the device of the loop, moved parameter by parameter.
 
-    What is there by then are its parameters; to be called inside of `LoopRecorder.running`.
+    Yields its inputs, moved as well. To be called inside of `LoopRecorder.running`.
     """
     moved: dict[int, torch.Tensor] = {}
 
@@ -287,9 +290,15 @@ def on_device(model: nn.Module, inputs: Sequence[Any], recorder: LoopRecorder) -
             moved[id(tensor)] = made
         return moved[id(tensor)]
 
-    for module in model.modules():
-        for held in (module._parameters, module._buffers):
-            tables: dict[str, Any] = held  # type: ignore[assignment]
-            tables.update({k: there(one) for k, one in tables.items() if one is not None})
-    recorder.held_by("parameters", [*model.parameters(), *model.buffers()])
-    return tuple(there(one) if isinstance(one, torch.Tensor) else one for one in inputs)
+    before: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    try:
+        for module in model.modules():
+            tables: list[dict[str, Any]] = [module._parameters, module._buffers]
+            for held in tables:
+                before.append((held, dict(held)))
+                held.update({k: there(one) for k, one in held.items() if one is not None})
+        recorder.held_by("parameters", [*model.parameters(), *model.buffers()])
+        yield pytree.tree_map_only(torch.Tensor, there, inputs)
+    finally:
+        for held, own in before:
+            held.update(own)

@@ -1,0 +1,1 @@
+"""Training loops replayed without a GPU."""

@@ -1,0 +1,179 @@
+"""The graphs of a model for a card that is not here: as plain compile runs them, and as planned.
+
+A model is traced once; whatever is asked of it later is asked of the joint graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from fxremat.compat.absent.pretending import CUDA
+from fxremat.compat.dynamo import fresh_dynamo_caches, inline_regions, more_follow
+from fxremat.compat.inductor.generated_code import Generated, generate
+from fxremat.compat.joint_graph import copy_module, is_tangent
+from fxremat.compat.partitioning import donatable, donate, torch_partition
+from fxremat.compat.tensors import on_host_without_memory, without_memory
+from fxremat.compile import session
+from fxremat.compile.driver import generating, patches_for, total_bytes, traced
+from fxremat.compile.dry_run.dry_run import dry_run
+from fxremat.compile.dry_run.meter import CodeMeter
+from fxremat.compile.partitioner import draft_of, plan_graph
+from fxremat.compile.request import request_for
+from fxremat.core.events import Given, RunEvents
+from fxremat.cost.cards import absent_card
+from fxremat.cost.cuda_scratch import CudaScratch, Multiprocessors
+from fxremat.memory.measured_peak import uncollected
+from fxremat.options import parse_options
+from fxremat.report.report import Report
+
+
+class SeveralGraphs(Exception):
+    """Dynamo breaks the model into several graphs."""
+
+
+class _Traced(Exception):
+    """The graph is known: nothing has to run."""
+
+
+def scratch_of_card() -> CudaScratch:
+    """What library calls take while they run on the card that is planned for."""
+    card = absent_card()
+    assert card is not None, "loops are judged for a card that is not here"
+    return CudaScratch(True, Multiprocessors(card.multiprocessors, card.limits.threads))
+
+
+@dataclass(frozen=True)
+class TracedModel:
+    """The joint graph of a model on the device, and where its inputs come from.
+
+    ``inputs`` has the name of a parameter or buffer, or the place of an argument, for each.
+    """
+
+    dynamo_graph: fx.GraphModule
+    examples: Sequence[Any]
+    joint: fx.GraphModule
+    joint_inputs: Any
+    asked: Mapping[str, Any]
+    inputs: tuple[str | int, ...]
+
+    @property
+    def results(self) -> tuple[torch.Tensor, ...]:
+        """What the forward gives, without memory."""
+        output: Any = self.joint.graph.output_node().args[0]
+        nodes = output[: self.asked["num_fwd_outputs"]]
+        return tuple(node.meta["val"] for node in nodes if isinstance(node, fx.Node))
+
+    @uncollected()
+    def plain(self) -> RunEvents:
+        """As torch.compile cuts and runs it; the backward writes over what was saved."""
+        with generating(self.joint, {}):
+            forward, backward = torch_partition(self.joint, self.joint_inputs, **self.asked)
+            outputs = self.asked["num_fwd_outputs"]
+            donate(backward, donatable(forward, backward, outputs))
+            found = dry_run(
+                forward,
+                backward,
+                num_fwd_outputs=outputs,
+                device=CUDA.type,
+                workspace=scratch_of_card().blocks_of_call,
+            )
+        assert found.allocator.as_run is not None
+        return found.allocator.as_run
+
+    @uncollected()
+    def evaluated(self) -> RunEvents:
+        """The forward alone, as torch.compile runs it where no gradients are wanted."""
+        outputs = self.asked["num_fwd_outputs"]
+        forward = copy_module(self.joint)
+        output = forward.graph.output_node()
+        results: Any = output.args[0]
+        output.args = (list(results[:outputs]),)
+        forward.graph.eliminate_dead_code()
+        for node in forward.graph.find_nodes(op="placeholder"):
+            if is_tangent(node) and not node.users:
+                forward.graph.erase_node(node)
+        forward.recompile()
+        with generating(self.joint, {}):
+            code = generate(forward, is_backward=False, seen_outputs=outputs)
+            return _forward_events(forward, code)
+
+    def planned(self, options: Mapping[str, Any]) -> Report:
+        """As it is planned with these options. Raises `InfeasibleBudget` where that is refused."""
+        parsed = parse_options(options, device_total_bytes=total_bytes(CUDA))
+        request = request_for(self.dynamo_graph, self.examples, parsed)
+        patches = patches_for(parsed, request, None, self.examples)
+        with session.separate(), generating(self.joint, patches):
+            current = session.begin()
+            joint = copy_module(self.joint)
+            draft = draft_of(joint, self.joint_inputs, True, dict(self.asked))
+            plan_graph(draft, request, current)
+        assert current.report is not None
+        return current.report
+
+
+def traced_model(model: nn.Module, inputs: Sequence[Any]) -> TracedModel:
+    """Trace a model of a single graph; to be called inside of `fxremat.device.absent`.
+
+    Raises `SeveralGraphs` where there are more.
+    """
+    found: list[TracedModel] = []
+    names: dict[int, str | int] = {}
+
+    def backend(gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+        if more_follow(gm):
+            raise SeveralGraphs("the model breaks into several graphs")
+        gm = inline_regions(gm)
+        parsed = parse_options({}, device_total_bytes=total_bytes(CUDA))
+        request = request_for(gm, examples, parsed)
+
+        def keep(joint: fx.GraphModule, joint_inputs: Any, **asked: Any) -> Any:
+            places = tuple(names[id(x)] for x in examples if isinstance(x, torch.Tensor))
+            whole = copy_module(joint)
+            found.append(TracedModel(gm, examples, whole, joint_inputs, asked, places))
+            return torch_partition(joint, joint_inputs, **asked)
+
+        traced(gm, examples, patches_for(parsed, request, None, examples), keep)
+        raise _Traced
+
+    with (
+        on_host_without_memory(model, (tuple(inputs), {})) as (given, _),
+        session.separate(),
+        fresh_dynamo_caches(),
+        uncollected(),
+    ):
+        names |= {id(one): place for place, one in enumerate(given)}
+        names |= {id(one): name for name, one in model.named_parameters()}
+        names |= {id(one): name for name, one in model.named_buffers()}
+        try:
+            torch.compile(model, backend=backend)(*given)
+        except Exception as error:
+            inner = getattr(error, "inner_exception", error)
+            if isinstance(inner, SeveralGraphs):
+                raise inner from None
+            if not found:
+                raise
+    [one] = found
+    return one
+
+
+def _forward_events(forward: fx.GraphModule, code: Generated) -> RunEvents:
+    """What the code of a forward allocates, whose results are all the caller's."""
+    meter = CodeMeter(device=CUDA.type, workspace=scratch_of_card().blocks_of_call)
+    placeholders = [n.meta["val"] for n in forward.graph.find_nodes(op="placeholder")]
+    with without_memory() as fake:
+        given = {f"{place}": _like(value) for place, value in enumerate(placeholders)}
+        meter.watch(given)
+        returned = list(meter.run(code, "<evaluation>", list(given.values()), fake))
+        results = meter.names(returned)
+        inputs = tuple(Given(one.nbytes) for one in given.values() if one.device == CUDA)
+    names = tuple(name for name in results if name is not None)
+    return RunEvents(tuple(meter.events), (), inputs, names)
+
+
+def _like(value: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)

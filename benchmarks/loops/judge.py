@@ -1,0 +1,177 @@
+"""The judge: plain compile's loop and the planned one, recorded and replayed for a card."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxremat.core.events import RunEvents
+from fxremat.core.layout import RunLayout
+from fxremat.cost.cards import Card, absent_card
+from fxremat.cost.cuda_scratch import cublas_workspace
+from fxremat.memory.loop.recorder import Libraries, LoopRecord, LoopRecorder
+from fxremat.memory.loop.replay import LoopUsage, replay_loop
+from fxremat.memory.loop.stand_in import Arena, LoopGraph, StandIn, on_device
+from fxremat.report.report import Report
+
+from .graphs import TracedModel, scratch_of_card, traced_model
+from .steps import LOOPS
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a loop reserves of the card, in bytes, where its peak is, and who holds what there."""
+
+    reserved: int
+    reserved_by_step: tuple[int, ...]
+    unused: int
+    peak_step: int
+    moment: str
+    held: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Promise:
+    """A model planned for a budget: what is promised, and the graphs that keep it."""
+
+    promised: int
+    least: int | None
+    graphs: dict[str, LoopGraph]
+    arena_bytes: int = 0
+
+
+@dataclass
+class Judge:
+    """One model on one card; what is traced, and what plain compile takes, is found once.
+
+    Graphs are called "training", "other shape" and "evaluation".
+    """
+
+    model: nn.Module
+    given: Any
+    traces: dict[str, TracedModel] = field(default_factory=dict)
+    plain_graphs: dict[str, LoopGraph] = field(default_factory=dict)
+    plain_usage: dict[str, LoopUsage] = field(default_factory=dict)
+    plain_records: dict[str, LoopRecord] = field(default_factory=dict)
+
+    @property
+    def inputs(self) -> tuple[Any, ...]:
+        """By position."""
+        return tuple(self.given.values()) if isinstance(self.given, Mapping) else tuple(self.given)
+
+    @property
+    def others(self) -> tuple[Any, ...]:
+        """Half of the batch."""
+        return tuple(half_of_batch(self.inputs))
+
+    def plain_of(self, loop: str) -> int:
+        """What plain compile reserves in a loop."""
+        if loop not in self.plain_usage:
+            graphs = {name: self._plain(name) for name in _graphs_of(loop)}
+            self.plain_records[loop] = self._recorded(loop, graphs)
+            self.plain_usage[loop] = replay_loop(self.plain_records[loop])
+        return self.plain_usage[loop].reserved
+
+    def planned(self, loop: str, budget: int) -> Promise:
+        """The graphs of a loop as they are planned for it. Raises `InfeasibleBudget`."""
+        options = {"memory_budget": f"{budget}B", "reserve": f"{self._beside(loop)}B"}
+        reports = {
+            name: self._traced(name).planned(options)
+            for name in _graphs_of(loop)
+            if name != "evaluation"
+        }
+        graphs = {name: self._as_planned(name, one) for name, one in reports.items()}
+        if "evaluation" in _graphs_of(loop):
+            graphs["evaluation"] = self._plain("evaluation")
+        promised = [one.predicted_reserved_bytes or 0 for one in reports.values()]
+        least = [one.minimum_peak_bytes for one in reports.values()]
+        known = [one for one in least if one is not None]
+        return Promise(max(promised), max(known, default=None), graphs)
+
+    def outcome(self, loop: str, promise: Promise) -> Outcome:
+        """What the loop then reserves."""
+        usage = replay_loop(self._recorded(loop, promise.graphs, promise.arena_bytes))
+        return Outcome(
+            usage.reserved,
+            tuple(step.reserved for step in usage.steps),
+            usage.unused,
+            usage.peak_step,
+            usage.moment,
+            usage.held,
+        )
+
+    def _traced(self, name: str) -> TracedModel:
+        shape = "other shape" if name == "other shape" else "training"
+        if shape not in self.traces:
+            inputs = self.others if shape == "other shape" else self.inputs
+            self.traces[shape] = traced_model(self.model, inputs)
+        return self.traces[shape]
+
+    def _plain(self, name: str) -> LoopGraph:
+        if name not in self.plain_graphs:
+            traced = self._traced(name)
+            events = traced.evaluated() if name == "evaluation" else traced.plain()
+            self.plain_graphs[name] = _graph(traced, events)
+        return self.plain_graphs[name]
+
+    def _as_planned(self, name: str, report: Report) -> LoopGraph:
+        assert report.events is not None
+        return _graph(self._traced(name), report.events)
+
+    def _beside(self, loop: str) -> int:
+        """What is there beside the graph: states of the optimizer, and what libraries hold."""
+        record = self.plain_records[loop]
+        states = {name for name, holder in record.holders.items() if holder == "states"}
+        sizes = (h.event for h in record.happenings)
+        held = sum(getattr(e, "nbytes", 0) for e in sizes if getattr(e, "name", "") in states)
+        return held + 2 * cublas_workspace(_card().capability)
+
+    def _recorded(self, loop: str, graphs: dict[str, LoopGraph], arena: int = 0) -> LoopRecord:
+        card = _card()
+        libraries = Libraries(
+            cublas_workspace(card.capability), card.l2_cache, scratch_of_card().blocks_of_call
+        )
+        recorder = LoopRecorder(libraries)
+        full = self.inputs[0].shape
+
+        def graph_of(inputs: Sequence[torch.Tensor], gradients: bool) -> LoopGraph:
+            if not gradients:
+                return graphs["evaluation"]
+            return graphs["training" if inputs[0].shape == full else "other shape"]
+
+        both = (self.inputs, self.others)
+        with recorder.running(), on_device(self.model, both, recorder) as (inputs, others):
+            model = StandIn(self.model, recorder, graph_of, Arena(recorder, arena))
+            LOOPS[loop](model, inputs, others, recorder.next_step)
+            return recorder.record()
+
+
+def _graph(traced: TracedModel, events: RunEvents, layout: RunLayout | None = None) -> LoopGraph:
+    return LoopGraph(events, traced.inputs, traced.results, layout)
+
+
+def _card() -> Card:
+    card = absent_card()
+    assert card is not None, "loops are judged for a card that is not here"
+    return card
+
+
+def _graphs_of(loop: str) -> tuple[str, ...]:
+    """The graphs that a loop runs."""
+    more = {"evaluate": ("evaluation",), "second_shape": ("other shape",)}
+    return ("training", *more.get(loop, ()))
+
+
+def half_of_batch(inputs: Sequence[Any]) -> list[Any]:
+    """Inputs of half the rows: those that have as many as the first."""
+    rows = inputs[0].shape[0]
+    return [
+        one[: max(1, rows // 2)]
+        if isinstance(one, torch.Tensor) and one.dim() and one.shape[0] == rows
+        else one
+        for one in inputs
+    ]
