@@ -165,7 +165,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         "python -m benchmarks.loops", description=__doc__.partition("\n")[0]
     )
     parser.add_argument("models", nargs="*", help="MODULE:FUNCTION or FILE.py:FUNCTION")
-    parser.add_argument("--loops", default=",".join(LOOPS), help="names, with commas between them")
+    parser.add_argument("--loops", default=",".join(LOOPS), help="names, with commas")
     parser.add_argument("--device", default="H200", help="the card, such as H200 or A100")
     parser.add_argument("--budget", default="60%", help="a part of plain compile's, or bytes")
     parser.add_argument("--json", type=Path, help="the file for the rows")
@@ -188,18 +188,18 @@ def main(words: Sequence[str] | None = None) -> int:
     for name, make in _models(asked.models).items():
         for row in judged(name, make, asked):
             rows.append(row)
-            print(
-                format_table([HEAD, row.cells()] if len(rows) == 1 else [row.cells()]), flush=True
-            )
+            print(format_table([HEAD, *(one.cells() for one in rows)]), flush=True)
             if row.error:
                 print(row.error, flush=True)
             if asked.json:
-                found = {
-                    "machine": describe_machine("cpu", torch.get_num_threads()),
-                    "rows": [one.as_json() for one in rows],
-                }
-                asked.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+                _write(asked.json, rows)
     return int(any(row.status in ("over", "failed") for row in rows))
+
+
+def _write(path: Path, rows: Sequence[LoopRow]) -> None:
+    machine = describe_machine("cpu", torch.get_num_threads())
+    found = {"machine": machine, "rows": [one.as_json() for one in rows]}
+    path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -10,9 +10,11 @@ import torch
 from torch import nn
 
 from fxremat.core.events import RunEvents
-from fxremat.core.layout import RunLayout
+from fxremat.core.layout import RunLayout, StepLayout
+from fxremat.core.step import last_first
 from fxremat.cost.cards import Card, absent_card
 from fxremat.cost.cuda_scratch import cublas_workspace
+from fxremat.memory.layout import arrange
 from fxremat.memory.loop.recorder import Libraries, LoopRecord, LoopRecorder
 from fxremat.memory.loop.replay import LoopUsage, replay_loop
 from fxremat.memory.loop.stand_in import Arena, LoopGraph, StandIn, on_device
@@ -84,13 +86,15 @@ class Judge:
             for name in _graphs_of(loop)
             if name != "evaluation"
         }
-        graphs = {name: self._as_planned(name, one) for name, one in reports.items()}
+        placed = {name: _placed(one) for name, one in reports.items()}
+        graphs = {name: self._as_planned(name, reports[name], placed[name]) for name in reports}
+        arena = max(one.arena_bytes for one in placed.values())
         if "evaluation" in _graphs_of(loop):
             graphs["evaluation"] = self._plain("evaluation")
         promised = [one.predicted_reserved_bytes or 0 for one in reports.values()]
         least = [one.minimum_peak_bytes for one in reports.values()]
         known = [one for one in least if one is not None]
-        return Promise(max(promised), max(known, default=None), graphs)
+        return Promise(max(promised), max(known, default=None), graphs, arena)
 
     def outcome(self, loop: str, promise: Promise) -> Outcome:
         """What the loop then reserves."""
@@ -118,9 +122,9 @@ class Judge:
             self.plain_graphs[name] = _graph(traced, events)
         return self.plain_graphs[name]
 
-    def _as_planned(self, name: str, report: Report) -> LoopGraph:
+    def _as_planned(self, name: str, report: Report, placed: StepLayout) -> LoopGraph:
         assert report.events is not None
-        return _graph(self._traced(name), report.events)
+        return _graph(self._traced(name), report.events, placed.runs[0])
 
     def _beside(self, loop: str) -> int:
         """What is there beside the graph: states of the optimizer, and what libraries hold."""
@@ -152,6 +156,12 @@ class Judge:
 
 def _graph(traced: TracedModel, events: RunEvents, layout: RunLayout | None = None) -> LoopGraph:
     return LoopGraph(events, traced.inputs, traced.results, layout)
+
+
+def _placed(report: Report) -> StepLayout:
+    """The addresses of a graph that is alone in its step."""
+    assert report.events is not None
+    return arrange([report.events], last_first(1), "cuda").layout
 
 
 def _card() -> Card:

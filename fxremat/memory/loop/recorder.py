@@ -128,6 +128,7 @@ class LoopRecorder:
     @contextmanager
     def during(self, moment: Moment) -> Iterator[None]:
         """Inside, this is what runs."""
+        self.sweep()
         before, self.moment = self.moment, moment
         try:
             yield
