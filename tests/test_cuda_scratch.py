@@ -69,5 +69,10 @@ def test_adding_by_an_index(count: int, width: int, of_indices: int, of_cub: int
     assert round_up(more, MIN_BLOCK_BYTES) == round_up(of_cub, MIN_BLOCK_BYTES)
 
 
+def test_norms_of_many_tensors_are_added_up_from_pieces() -> None:
+    asked = torch.ops.aten._foreach_norm.Scalar, ([given(65536 * 2 + 1), given(5)],), {}
+    assert CudaScratch().blocks_of_call(*asked) == (2 * 3 * 4,)
+
+
 def test_products_take_none() -> None:
     assert CudaScratch().blocks_of_call(torch.ops.aten.mm.default, (given(4, 4),) * 2, {}) == ()

@@ -40,13 +40,16 @@ from ..rows import format_table, mib
 from .judge import Judge, Outcome
 from .steps import LOOPS
 
-HEAD = ["model", "loop", "status", "plain", "budget", "least", "promised", "reserved", "unused",
-        "peak", "seconds"]  # fmt: skip
+HEAD = ["model", "loop", "status", "plain", "budget", "least", "promised", "blocks",
+        "reserved", "unused", "peak", "seconds"]  # fmt: skip
 
 
 @dataclass(frozen=True)
 class LoopRow:
-    """What was found of one model in one loop. Bytes; None where a row ended before it."""
+    """What was found of one model in one loop. Bytes; None where a row ended before it.
+
+    A budget that is refused says what compiled ``checkpointing`` of each block reserves.
+    """
 
     model: str
     loop: str
@@ -57,6 +60,7 @@ class LoopRow:
     budget: int | None = None
     least: int | None = None
     promised: int | None = None
+    checkpointing: int | None = None
     outcome: Outcome | None = None
     error: str | None = None
 
@@ -71,6 +75,7 @@ class LoopRow:
             mib(self.budget),
             mib(self.least),
             mib(self.promised),
+            mib(self.checkpointing),
             mib(None if found is None else found.reserved),
             mib(None if found is None else found.unused),
             "" if found is None else f"step {found.peak_step}, {found.moment}",
@@ -96,7 +101,10 @@ def judged(name: str, make: Callable[[], Any], asked: argparse.Namespace) -> Ite
                 row |= _judged(judge, loop, asked.budget)
             except InfeasibleBudget as refused:
                 row |= {"status": "refused", "budget": refused.budget_bytes}
-                row |= {"least": refused.minimum_bytes, "plain": judge and judge.plain_of(loop)}
+                row |= {"least": refused.minimum_bytes}
+                if judge is not None:
+                    row |= {"plain": judge.plain_of(loop)}
+                    row |= {"checkpointing": judge.checkpointing_of(loop)}
             except Exception as error:
                 logging.getLogger(__name__).debug("failed", exc_info=True)
                 text = f"{type(error).__name__}: {error}".partition("\n")[0]

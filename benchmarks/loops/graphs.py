@@ -5,12 +5,15 @@ A model is traced once; whatever is asked of it later is asked of the joint grap
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.utils.checkpoint import checkpoint
 
 from fxremat.compat.absent.pretending import CUDA
 from fxremat.compat.dynamo import fresh_dynamo_caches, inline_regions, more_follow
@@ -177,3 +180,23 @@ def _forward_events(forward: fx.GraphModule, code: Generated) -> RunEvents:
 
 def _like(value: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+
+
+@contextmanager
+def checkpointed(model: nn.Module) -> Iterator[bool]:
+    """Inside, each block of the model is checkpointed; yields whether blocks were found.
+
+    Blocks are modules of one class in a list of two or more, as transformers have them.
+    """
+    lists = (one for one in model.modules() if isinstance(one, nn.ModuleList) and len(one) > 1)
+    blocks = [block for one in lists if len({*map(type, one)}) == 1 for block in one]
+    blocks = [one for one in blocks if any(True for _ in one.children())]
+    inner = {id(part) for block in blocks for part in block.modules() if part is not block}
+    outer = [block for block in blocks if id(block) not in inner]
+    for block in outer:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    try:
+        yield bool(outer)
+    finally:
+        for block in outer:
+            del block.forward

@@ -20,7 +20,7 @@ from fxremat.memory.loop.replay import LoopUsage, replay_loop
 from fxremat.memory.loop.stand_in import Arena, LoopGraph, StandIn, on_device
 from fxremat.report.report import Report
 
-from .graphs import TracedModel, scratch_of_card, traced_model
+from .graphs import TracedModel, checkpointed, scratch_of_card, traced_model
 from .steps import LOOPS
 
 
@@ -59,6 +59,8 @@ class Judge:
     plain_graphs: dict[str, LoopGraph] = field(default_factory=dict)
     plain_usage: dict[str, LoopUsage] = field(default_factory=dict)
     plain_records: dict[str, LoopRecord] = field(default_factory=dict)
+    checkpoints: Judge | None = None
+    """The same model with its blocks checkpointed."""
 
     @property
     def inputs(self) -> tuple[Any, ...]:
@@ -77,6 +79,14 @@ class Judge:
             self.plain_records[loop] = self._recorded(loop, graphs)
             self.plain_usage[loop] = replay_loop(self.plain_records[loop])
         return self.plain_usage[loop].reserved
+
+    def checkpointing_of(self, loop: str) -> int | None:
+        """What it reserves with each block checkpointed, and compiled; None where it has none."""
+        with checkpointed(self.model) as has_blocks:
+            if not has_blocks:
+                return None
+            own = self.checkpoints = self.checkpoints or Judge(self.model, self.given)
+            return own.plain_of(loop)
 
     def planned(self, loop: str, budget: int) -> Promise:
         """The graphs of a loop as they are planned for it. Raises `InfeasibleBudget`."""

@@ -11,6 +11,8 @@
   divided among blocks of threads, which leave what they have in global memory, with a counter for
   each group of results. How it is divided follows from the sizes and from the card
   (`aten/src/ATen/native/cuda/Reduce.cuh`, ``setReduceConfig``).
+* Norms of many tensors are added up from numbers of pieces of 65,536 elements
+  (`aten/src/ATen/native/cuda/ForeachReduceOp.cu`).
 * Adding by an index sorts the indices, with what cub needs to sort them
   (`aten/src/ATen/native/cuda/Indexing.cu`).
 
@@ -172,6 +174,7 @@ _FLOAT = 4
 _INDEX = 8
 _CUDNN_ALIGNMENT = 256
 _CUB_BYTES = 4608
+_PIECE = 65536
 Blocks = tuple[int, ...]
 """Bytes of blocks that live at the same time."""
 
@@ -231,6 +234,12 @@ def _index_put(target: Any, indices: Any, *_: Any, **__: Any) -> Blocks:
     return (*(of_all,) * 4, 2 * of_all + count // 4 + _CUB_BYTES)
 
 
+def _norms(tensors: Any, *_: Any, **__: Any) -> Blocks:
+    """A number for each piece of each tensor, as many pieces as the largest one has."""
+    pieces = max((_ceildiv(size_bound(x.numel()), _PIECE) for x in tensors), default=0)
+    return (len(tensors) * pieces * _FLOAT,)
+
+
 def _in_pieces(x: Any, *_: Any, **__: Any) -> Blocks:
     """At most, of the operators that encode floats piece by piece."""
     count = min(size_bound(x.numel()), GPU_PIECE_ELEMENTS)
@@ -246,6 +255,7 @@ FORMULAS: Mapping[Any, Callable[..., Blocks]] = {
     _ATEN.index_put_.default: _index_put,
     _ATEN._unsafe_index_put.default: _index_put,
     _ATEN._index_put_impl_.default: _index_put,
+    _ATEN._foreach_norm.Scalar: _norms,
     quantised.quantised: _in_pieces,
     quantised.as_fp8: _in_pieces,
 }
