@@ -59,6 +59,7 @@ class Judge:
     plain_graphs: dict[str, LoopGraph] = field(default_factory=dict)
     plain_usage: dict[str, LoopUsage] = field(default_factory=dict)
     plain_records: dict[str, LoopRecord] = field(default_factory=dict)
+    reports: dict[tuple[str, ...], Report] = field(default_factory=dict)
     checkpoints: Judge | None = None
     """The same model with its blocks checkpointed."""
 
@@ -91,11 +92,8 @@ class Judge:
     def planned(self, loop: str, budget: int) -> Promise:
         """The graphs of a loop as they are planned for it. Raises `InfeasibleBudget`."""
         options = {"memory_budget": f"{budget}B", "reserve": f"{self._beside(loop)}B"}
-        reports = {
-            name: self._traced(name).planned(options)
-            for name in _graphs_of(loop)
-            if name != "evaluation"
-        }
+        trained = [name for name in _graphs_of(loop) if name != "evaluation"]
+        reports = {name: self._report(name, options) for name in trained}
         placed = {name: _placed(one) for name, one in reports.items()}
         graphs = {name: self._as_planned(name, reports[name], placed[name]) for name in reports}
         arena = max(one.arena_bytes for one in placed.values())
@@ -105,6 +103,13 @@ class Judge:
         least = [one.minimum_peak_bytes for one in reports.values()]
         known = [one for one in least if one is not None]
         return Promise(max(promised), max(known, default=None), graphs, arena)
+
+    def _report(self, name: str, options: dict[str, str]) -> Report:
+        """Planned once for the same budget."""
+        asked = name, *options.values()
+        if asked not in self.reports:
+            self.reports[asked] = self._traced(name).planned(options)
+        return self.reports[asked]
 
     def outcome(self, loop: str, promise: Promise) -> Outcome:
         """What the loop then reserves."""
