@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,7 +54,7 @@ class Judge:
     """
 
     model: nn.Module
-    given: Any
+    inputs: tuple[Any, ...]
     traces: dict[str, TracedModel] = field(default_factory=dict)
     plain_graphs: dict[str, LoopGraph] = field(default_factory=dict)
     plain_usage: dict[str, LoopUsage] = field(default_factory=dict)
@@ -64,14 +64,9 @@ class Judge:
     """The same model with its blocks checkpointed."""
 
     @property
-    def inputs(self) -> tuple[Any, ...]:
-        """By position."""
-        return tuple(self.given.values()) if isinstance(self.given, Mapping) else tuple(self.given)
-
-    @property
     def others(self) -> tuple[Any, ...]:
-        """Half of the batch."""
-        return tuple(half_of_batch(self.inputs))
+        """Inputs of another shape."""
+        return half_of_batch(self.inputs)
 
     def plain_of(self, loop: str) -> int:
         """What plain compile reserves in a loop."""
@@ -86,7 +81,7 @@ class Judge:
         with checkpointed(self.model) as has_blocks:
             if not has_blocks:
                 return None
-            own = self.checkpoints = self.checkpoints or Judge(self.model, self.given)
+            own = self.checkpoints = self.checkpoints or Judge(self.model, self.inputs)
             return own.plain_of(loop)
 
     def planned(self, loop: str, budget: int) -> Promise:
@@ -155,12 +150,12 @@ class Judge:
             cublas_workspace(card.capability), card.l2_cache, scratch_of_card().blocks_of_call
         )
         recorder = LoopRecorder(libraries)
-        full = self.inputs[0].shape
+        full = _shapes(self.inputs)
 
         def graph_of(inputs: Sequence[torch.Tensor], gradients: bool) -> LoopGraph:
             if not gradients:
                 return graphs["evaluation"]
-            return graphs["training" if inputs[0].shape == full else "other shape"]
+            return graphs["training" if _shapes(inputs) == full else "other shape"]
 
         both = (self.inputs, self.others)
         with recorder.running(), on_device(self.model, both, recorder) as (inputs, others):
@@ -191,12 +186,21 @@ def _graphs_of(loop: str) -> tuple[str, ...]:
     return ("training", *more.get(loop, ()))
 
 
-def half_of_batch(inputs: Sequence[Any]) -> list[Any]:
-    """Inputs of half the rows: those that have as many as the first."""
-    rows = inputs[0].shape[0]
-    return [
-        one[: max(1, rows // 2)]
-        if isinstance(one, torch.Tensor) and one.dim() and one.shape[0] == rows
+def _shapes(inputs: Sequence[Any]) -> list[torch.Size]:
+    return [one.shape for one in inputs if isinstance(one, torch.Tensor)]
+
+
+def half_of_batch(inputs: Sequence[Any]) -> tuple[Any, ...]:
+    """Inputs of half the rows; of half the length, where there is only one row.
+
+    These are the sizes of the first tensor, and of all others that are as large there.
+    """
+    first = next(one for one in inputs if isinstance(one, torch.Tensor))
+    dim = 0 if first.shape[0] > 1 else 1
+    size = first.shape[dim]
+    return tuple(
+        one.narrow(dim, 0, max(1, size // 2)).contiguous()
+        if isinstance(one, torch.Tensor) and one.dim() > dim and one.shape[dim] == size
         else one
         for one in inputs
-    ]
+    )

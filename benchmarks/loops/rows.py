@@ -9,10 +9,13 @@ import logging
 import multiprocessing
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import nn
 
 from fxremat.errors import InfeasibleBudget
 from fxremat.sizes import parse_bytes
@@ -118,10 +121,23 @@ def budget_of(text: str, plain: int) -> int:
     return parse_bytes(text)
 
 
-def _made(make: Callable[[], Any]) -> tuple[Any, Any]:
-    """A model in training mode, and its inputs."""
+class ByName(nn.Module):
+    """A model that is given its arguments by their names."""
+
+    def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
+        super().__init__()
+        self.model, self.names = model, tuple(names)
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.model(**dict(zip(self.names, inputs, strict=True)))
+
+
+def _made(make: Callable[[], Any]) -> tuple[nn.Module, tuple[Any, ...]]:
+    """A model in training mode, and its inputs by position."""
     model, inputs = make()
-    return model.train(), inputs
+    if isinstance(inputs, Mapping):
+        model, inputs = ByName(model, tuple(inputs)), inputs.values()
+    return model.train(), (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
 
 
 def function_named(text: str) -> Callable[[], Any]:
