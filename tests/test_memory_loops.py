@@ -78,10 +78,9 @@ def _recorded(
         model = _model()
         with on_device(model, (), recorder):
             arena = Arena(recorder, ARENA_BYTES)
-            loop(
-                StandIn(model, recorder, lambda inputs, gradients: graph, arena), recorder.next_step
-            )
-        return recorder.record()
+            compiled = StandIn(model, recorder, lambda inputs, gradients: graph, arena)
+            loop(compiled, recorder.next_step)
+            return recorder.record()
 
 
 def _bytes(record: LoopRecord, holder: str, step: int | None = None) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,23 +54,19 @@ class Judge:
     """
 
     model: nn.Module
-    given: Any
+    inputs: tuple[Any, ...]
     traces: dict[str, TracedModel] = field(default_factory=dict)
     plain_graphs: dict[str, LoopGraph] = field(default_factory=dict)
     plain_usage: dict[str, LoopUsage] = field(default_factory=dict)
     plain_records: dict[str, LoopRecord] = field(default_factory=dict)
+    reports: dict[tuple[str, ...], Report] = field(default_factory=dict)
     checkpoints: Judge | None = None
     """The same model with its blocks checkpointed."""
 
     @property
-    def inputs(self) -> tuple[Any, ...]:
-        """By position."""
-        return tuple(self.given.values()) if isinstance(self.given, Mapping) else tuple(self.given)
-
-    @property
     def others(self) -> tuple[Any, ...]:
-        """Half of the batch."""
-        return tuple(half_of_batch(self.inputs))
+        """Inputs of another shape."""
+        return half_of_batch(self.inputs)
 
     def plain_of(self, loop: str) -> int:
         """What plain compile reserves in a loop."""
@@ -85,17 +81,14 @@ class Judge:
         with checkpointed(self.model) as has_blocks:
             if not has_blocks:
                 return None
-            own = self.checkpoints = self.checkpoints or Judge(self.model, self.given)
+            own = self.checkpoints = self.checkpoints or Judge(self.model, self.inputs)
             return own.plain_of(loop)
 
     def planned(self, loop: str, budget: int) -> Promise:
         """The graphs of a loop as they are planned for it. Raises `InfeasibleBudget`."""
         options = {"memory_budget": f"{budget}B", "reserve": f"{self._beside(loop)}B"}
-        reports = {
-            name: self._traced(name).planned(options)
-            for name in _graphs_of(loop)
-            if name != "evaluation"
-        }
+        trained = [name for name in _graphs_of(loop) if name != "evaluation"]
+        reports = {name: self._report(name, options) for name in trained}
         placed = {name: _placed(one) for name, one in reports.items()}
         graphs = {name: self._as_planned(name, reports[name], placed[name]) for name in reports}
         arena = max(one.arena_bytes for one in placed.values())
@@ -105,6 +98,13 @@ class Judge:
         least = [one.minimum_peak_bytes for one in reports.values()]
         known = [one for one in least if one is not None]
         return Promise(max(promised), max(known, default=None), graphs, arena)
+
+    def _report(self, name: str, options: dict[str, str]) -> Report:
+        """Planned once for the same budget."""
+        asked = name, *options.values()
+        if asked not in self.reports:
+            self.reports[asked] = self._traced(name).planned(options)
+        return self.reports[asked]
 
     def outcome(self, loop: str, promise: Promise) -> Outcome:
         """What the loop then reserves."""
@@ -150,12 +150,12 @@ class Judge:
             cublas_workspace(card.capability), card.l2_cache, scratch_of_card().blocks_of_call
         )
         recorder = LoopRecorder(libraries)
-        full = self.inputs[0].shape
+        full = _shapes(self.inputs)
 
         def graph_of(inputs: Sequence[torch.Tensor], gradients: bool) -> LoopGraph:
             if not gradients:
                 return graphs["evaluation"]
-            return graphs["training" if inputs[0].shape == full else "other shape"]
+            return graphs["training" if _shapes(inputs) == full else "other shape"]
 
         both = (self.inputs, self.others)
         with recorder.running(), on_device(self.model, both, recorder) as (inputs, others):
@@ -186,12 +186,21 @@ def _graphs_of(loop: str) -> tuple[str, ...]:
     return ("training", *more.get(loop, ()))
 
 
-def half_of_batch(inputs: Sequence[Any]) -> list[Any]:
-    """Inputs of half the rows: those that have as many as the first."""
-    rows = inputs[0].shape[0]
-    return [
-        one[: max(1, rows // 2)]
-        if isinstance(one, torch.Tensor) and one.dim() and one.shape[0] == rows
+def _shapes(inputs: Sequence[Any]) -> list[torch.Size]:
+    return [one.shape for one in inputs if isinstance(one, torch.Tensor)]
+
+
+def half_of_batch(inputs: Sequence[Any]) -> tuple[Any, ...]:
+    """Inputs of half the rows; of half the length, where there is only one row.
+
+    These are the sizes of the first tensor, and of all others that are as large there.
+    """
+    first = next(one for one in inputs if isinstance(one, torch.Tensor))
+    dim = 0 if first.shape[0] > 1 else 1
+    size = first.shape[dim]
+    return tuple(
+        one.narrow(dim, 0, max(1, size // 2)).contiguous()
+        if isinstance(one, torch.Tensor) and one.dim() > dim and one.shape[dim] == size
         else one
         for one in inputs
-    ]
+    )

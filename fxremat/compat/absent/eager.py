@@ -154,10 +154,14 @@ def _autograd_on_host() -> Iterator[None]:
     def cuda(self: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         return to(self, CUDA)
 
+    def cpu(self: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return to(self, _HERE)
+
     patches = {
         "__torch_dispatch__": classmethod(dispatch),
         "to": to,
         "cuda": cuda,
+        "cpu": cpu,
         "is_cuda": property(lambda self: self.device.type == "cuda"),
     }
     handlers = {asked_device: lambda args: device_for_cpp(args[0])}

@@ -25,9 +25,9 @@ class StepUsage:
 class LoopUsage:
     """What a loop takes, in bytes.
 
-    The peak is where ``reserved`` was first as high as it gets. ``unused`` of it then held no
-    value: cached by the allocator, cut off by its rounding, or a part of the arena that is empty.
-    ``held`` says who had the rest.
+    The peak is where most was in use while ``reserved`` was as high as it gets. ``unused`` of it
+    held no value even then: cached by the allocator, cut off by its rounding, or a part of the
+    arena that is empty. ``held`` says who had the rest.
     """
 
     steps: tuple[StepUsage, ...]
@@ -92,14 +92,14 @@ class _Heap:
 def replay_loop(record: LoopRecord, settings: AllocatorSettings | None = None) -> LoopUsage:
     """The bytes that the loop takes in each step, from an empty allocator on."""
     settings = settings or AllocatorSettings()
-    heap, steps, most, first = _Heap(settings), list[StepUsage](), 0, 0
+    heap, steps, most, peak_place = _Heap(settings), list[StepUsage](), (0, 0), 0
     for step, happenings in _by_step(record):
         usage = StepUsage(heap.reserved, heap.allocated, "other")
         for place, one in happenings:
             heap.apply(one)
             reserved, allocated = heap.reserved, heap.allocated
-            if reserved > most:
-                most, first = reserved, place
+            if (reserved, allocated) > most:
+                most, peak_place = (reserved, allocated), place
             if allocated > usage.allocated:
                 usage = StepUsage(max(usage.reserved, reserved), allocated, one.moment)
             elif reserved > usage.reserved:
@@ -107,14 +107,14 @@ def replay_loop(record: LoopRecord, settings: AllocatorSettings | None = None) -
         assert step == len(steps)
         steps.append(usage)
     heap = _Heap(settings)
-    for one in record.happenings[: first + 1]:
+    for one in record.happenings[: peak_place + 1]:
         heap.apply(one)
     held = Counter[str]()
     for name, nbytes in heap.sizes.items():
         if name != ARENA:
             held[record.holders[name]] += nbytes
-    peak = record.happenings[first]
-    unused = most - sum(held.values())
+    peak = record.happenings[peak_place]
+    unused = most[0] - sum(held.values())
     return LoopUsage(tuple(steps), peak.step, peak.moment, unused, dict(held))
 
 

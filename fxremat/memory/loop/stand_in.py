@@ -233,7 +233,7 @@ class StandIn(nn.Module):
     """The model of a loop. ``graph_of`` gives the graph for arguments, and with gradients or not.
 
     It has the parameters and buffers of ``model``, which lie on the device and have no memory. A
-    graph's first result is its own.
+    graph's last result is its own: those before are buffers that it changes.
     """
 
     def __init__(
@@ -256,8 +256,8 @@ class StandIn(nn.Module):
         if graph.layout is not None:
             loop.arena.take()
         run = _Run(graph, loop.recorder, loop.arena)
-        first: torch.Tensor = _Graph.apply(run, *given)[0]  # type: ignore[no-untyped-call]
-        return first
+        last: torch.Tensor = _Graph.apply(run, *given)[-1]  # type: ignore[no-untyped-call]
+        return last
 
 
 @dataclass(frozen=True)
