@@ -36,7 +36,7 @@ from fxremat.step import scope as scopes
 from fxremat.step.context import Surroundings, fixed_inputs, model_context
 from fxremat.step.ddp import see_parts
 from fxremat.step.graph import Graph, plan_only
-from fxremat.step.in_flight import watch_in_flight
+from fxremat.step.in_flight import watch_in_flight, without_backward
 from fxremat.step.observed import Observed
 from fxremat.step.runs import GraphInStep
 from fxremat.step.scope import Role
@@ -121,7 +121,7 @@ def _compiled_in_step(graph: Graph, *, follow: bool) -> Callable[..., Any]:
     found = in_step.compiled()
     if found is None:
         assert in_step.call is not None
-        return in_step.call
+        return without_backward(in_step.call, scope) if limited else in_step.call
     graph.forget_inputs()
     scope.graphs.add(in_step)
     return watch_in_flight(found, scope, place[0], in_step)

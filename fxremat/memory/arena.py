@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any
@@ -313,6 +314,24 @@ class Arena:
         finally:
             self._lock.release()
 
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """Inside, a graph without a backward runs, as in an evaluation.
+
+        If nothing lies in the block, it is given back, so that this graph can have its bytes.
+        """
+        if self.is_off or not self._lock.acquire(blocking=False):
+            yield
+            return
+        try:
+            if self.block is not None and not held(self._slots.values()):
+                self._give_back()
+                self._is_changed = True
+            with self._own_pool():
+                yield
+        finally:
+            self._lock.release()
+
     def _places(self, half: PlacedHalf) -> Places | None:
         if self._is_changed:
             self._take()
@@ -370,7 +389,8 @@ class Arena:
         if grows or (shrinks and not held(self._slots.values())):
             self._give_back()
             try:
-                self.block = new_block(needed, self.device)
+                with self._own_pool():
+                    self.block = new_block(needed, self.device)
             except RuntimeError:
                 log.warning("no memory for an arena of %s: nothing is placed", format_bytes(needed))
                 self.is_off = True
@@ -422,6 +442,16 @@ class Arena:
         if self._stream is not None and self._stream != stream:
             stream.wait_stream(self._stream)
         self._stream = stream
+
+    @contextmanager
+    def _own_pool(self) -> Iterator[None]:
+        """Inside, what this thread allocates comes from the pool."""
+        self._use_pool()
+        try:
+            yield
+        finally:
+            if self._pool is not None:
+                allocate_as_before(self._pool, self.device)
 
     def _use_pool(self) -> None:
         """What this thread allocates until the half ends comes from the pool."""

@@ -71,13 +71,26 @@ def watch_in_flight(
     def watched(*args: Any) -> Any:
         return watched_runs.run(args)
 
-    kept = {
-        k: v
-        for k, v in getattr(runs.versions[0].call, "__dict__", {}).items()
-        if not k.startswith(_DYNAMO_MARKS)
-    }
-    vars(watched).update(kept)
-    return watched
+    return _like(runs.versions[0].call, watched)
+
+
+def without_backward(call: Compiled, scope: BudgetScope) -> Compiled:
+    """A graph that nothing of waits for a backward: it may have the bytes of an empty arena."""
+
+    def run(*args: Any) -> Any:
+        if scope.arena is None or scope.waiting:
+            return call(*args)
+        with scope.arena.lent():
+            return call(*args)
+
+    return _like(call, run)
+
+
+def _like(call: Compiled, other: Compiled) -> Compiled:
+    """The other function with the attributes that the first was compiled with."""
+    attributes = getattr(call, "__dict__", {}).items()
+    vars(other).update({k: v for k, v in attributes if not k.startswith(_DYNAMO_MARKS)})
+    return other
 
 
 @dataclass
