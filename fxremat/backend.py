@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
+from torch.utils import _pytree as pytree
 
 from fxremat.compat.call_stack import calling_modules
 from fxremat.compat.compilers import compile_with_inductor
@@ -26,14 +27,17 @@ from fxremat.compat.dynamo import (
 )
 from fxremat.compat.inductor.lowered_ahead import forget_lowered
 from fxremat.compat.joint_graph import copy_module
+from fxremat.compat.optimizers import note_optimizers
 from fxremat.compat.tensors import places_in_joint
 from fxremat.compile import session
 from fxremat.compile.driver import plan_only, total_bytes
 from fxremat.compile.ranks import agreed
 from fxremat.compile.request import device_of_inputs, request_for
 from fxremat.cost.cards import absent_card
+from fxremat.memory.enforced import enforced
 from fxremat.memory.storages import storages_of
 from fxremat.options import Options, disabled, parse_options
+from fxremat.report.report import peak_table
 from fxremat.step import scope as scopes
 from fxremat.step.context import Surroundings, fixed_inputs, model_context
 from fxremat.step.ddp import see_parts
@@ -105,7 +109,10 @@ def _compiled_in_step(
     context, role = model_context(options, device), given.described()
     count = context.runs if role.described is None else len(role.described.runs_of(role.index))
     beside = scope.neighbours(place, given.inputs, context.others, device, count)
-    request = request_for(given.module, given.inputs, options, context.nbytes, beside.nbytes)
+    everything = pytree.tree_leaves([each() for each in context.everything])
+    weights = [one for one in everything if isinstance(one, nn.Parameter)]
+    sizes = context.nbytes, beside.nbytes
+    request = request_for(given.module, given.inputs, options, *sizes, weights)
     if context.pipeline is not None and context.pipeline.whole:  # others hold what it is given
         everything = places_in_joint(given.inputs)
         request = request.with_inputs(parameters=tuple(range(everything[-1].stop)))
@@ -133,10 +140,23 @@ def _compiled_in_step(
     found = in_step.compiled()
     if found is None:
         assert in_step.call is not None
-        return in_step.call
+        return _under_cap(in_step, in_step.call)
     graph.forget_inputs()
     scope.graphs.add(in_step)
-    return watch_in_flight(found, scope, place[0], in_step)
+    return _under_cap(in_step, watch_in_flight(found, scope, place[0], in_step))
+
+
+def _under_cap(in_step: GraphInStep, call: Callable[..., Any]) -> Callable[..., Any]:
+    """What runs the graph, under a cap of the allocator where that is asked for."""
+    limit = in_step.request.budget.limit
+    if not in_step.graph.options.enforce or limit is None:
+        return call
+
+    def planned() -> str:
+        reports = [version.report for version in in_step.known.values()]
+        return "\n".join(peak_table(report) for report in reports if report is not None)
+
+    return enforced(call, in_step.where.device, limit, planned)
 
 
 def _reset() -> None:
@@ -147,3 +167,4 @@ def _reset() -> None:
 
 
 fxremat.reset = _reset  # type: ignore[attr-defined]
+note_optimizers()

@@ -239,8 +239,8 @@ class BudgetExceeded(_Record, UserWarning):
             f"by hooks, take about {format_bytes(self.outside_bytes)}, but "
             f"{format_bytes(self.counted_bytes)} had been set aside for them.\n"
             "What to do: call fxremat.prepare before the first step, so that it sees the whole "
-            "step; or compile the loss with the model; or set "
-            f"reserve={round_up_bytes(self.outside_bytes)!r}."
+            "step; or compile the loss with the model; or hold more back than now, by "
+            f"reserve={round_up_bytes(self.outside_bytes - self.counted_bytes)!r}."
         )
 
 

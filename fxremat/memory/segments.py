@@ -43,9 +43,6 @@ SMALL_BYTES = 16 * MIB
 """Of a budget that graphs share: small blocks lie in segments of their own."""
 
 
-_HAVE_CUBLAS: set[torch.device] = set()
-
-
 @dataclass
 class Segment:
     """``nbytes`` on a device, and the wall; more for what of ``reserve_bytes`` is not there yet.
@@ -275,13 +272,9 @@ def _own_bytes(args: Iterable[object], device: torch.device) -> int:
 def allocate_cublas(device: torch.device) -> None:
     """Have both workspaces allocated: whoever counts what is allocated from now on sees them.
 
-    That of the thread that runs forwards, and that of backwards. They stay, so they come from no
-    larger piece, of which the rest would be lost: what the allocator keeps goes back to the device
-    before. Where nothing but deterministic algorithms may run, a product may be refused.
+    That of the thread that runs forwards, and that of backwards. Where nothing but deterministic
+    algorithms may run, a product may be refused.
     """
-    if device not in _HAVE_CUBLAS and torch.cuda.is_available():
-        torch.cuda.empty_cache()
-        _HAVE_CUBLAS.add(device)
     with outside_fake_mode(), torch.inference_mode(False), torch.enable_grad():
         small = torch.ones(2, 2, device=device, requires_grad=True)
         with suppress(RuntimeError):

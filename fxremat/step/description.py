@@ -184,9 +184,12 @@ def repeated_step(
 def unplanned_bytes(request: Request) -> int:
     """Of a budget, what no version is planned to take: for tuning, and what may stay unused.
 
-    How blocks of several graphs come to lie is not known before the events of the step are.
+    How blocks of several graphs come to lie is not known before the events of the step are. Where
+    the step of the optimizer takes more than the budget, nothing is left to plan for.
     """
     assert request.budget.limit is not None
+    if request.budget.optimizer_step > request.budget.limit:
+        return request.budget.limit
     unused = UNUSED_PART * request.budget.limit if request.budget.metric == "reserved" else 0
     return request.budget.autotune + int(unused)
 
@@ -194,4 +197,5 @@ def unplanned_bytes(request: Request) -> int:
 def budget_for(nbytes: int, request: Request) -> int:
     """The least that leaves so many bytes for all versions together."""
     part = UNUSED_PART if request.budget.metric == "reserved" else 0.0
-    return math.ceil((nbytes + request.budget.autotune) / (1 - part))
+    least = math.ceil((nbytes + request.budget.autotune) / (1 - part))
+    return max(least, request.budget.optimizer_step)

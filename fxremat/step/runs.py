@@ -217,7 +217,7 @@ class GraphInStep:
                 compiled_before=bool(self.known),
             )
         elif not self.role.looked_at:
-            beside = self.request.with_budget(held=self.graph.options.reserve or 0)
+            beside = self.request.with_budget(held=self.request.budget.coming)
             described.parts[self.role.index] = self.graph.as_part(beside, count)
             self.role.looked_at = True
         self.taken.count, self.role.is_due = count, False
@@ -423,7 +423,7 @@ class GraphInStep:
             segment=SegmentPlan(
                 report.segment_bytes if self._takes_segment(version) else None,
                 tuning=request.budget.autotune,
-                coming=self.graph.options.reserve or 0,
+                coming=request.budget.coming,
                 several=own is not None,
             ),
             unseen_bytes=self.unseen_bytes,

@@ -244,7 +244,8 @@ class _Fitting:
 
         The states of the optimizer are held beside it.
         """
-        parsed = parse_options(self.options, device_total_bytes=total_bytes(_HOST))
+        options = {**self.options, "optimizer": "none"}  # those of ``held`` count
+        parsed = parse_options(options, device_total_bytes=total_bytes(_HOST))
 
         def backend(gm: fx.GraphModule, given: Sequence[Any]) -> Callable[..., Any]:
             regions = checkpointed_regions(gm)
