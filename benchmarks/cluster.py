@@ -153,7 +153,7 @@ def stages_of(job: Job) -> tuple[int, list[Stage]]:
         block = traced_block(job, mesh, job.layers_of_stage * job.stages)
         head = traced_head(job, mesh)
     budget = card_named(job.card).usable
-    budget -= block.request.budget.autotune
+    budget = block.request.with_budget(limit=budget).budget.for_step
     last = job.stages - 1
     numbers = range(job.stages)
     return budget, [planned(job, k, block, head if k == last else None, budget) for k in numbers]

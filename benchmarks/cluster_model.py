@@ -245,7 +245,7 @@ def _traced(module: nn.Module, given: Sequence[Tensor], count: int) -> Traced:
     options = parse_options({"reserve": 0}, device_total_bytes=total_bytes(HOST))
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        request = request_for(gm, inputs, options)
+        request = request_for(inputs, options)
 
         def partition(joint: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
             static = tuple(kwargs.pop("static_lifetime_input_indices", None) or ())

@@ -240,6 +240,8 @@ def _prepare_blocks(
 
 def _warm(training: Training) -> Training:
     """The first step compiles; what it takes beyond a later step is the compile time."""
+    if training.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(training.device)
     start = time.perf_counter()
     training.step()
     training.synchronize()

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from fxremat.compile.session import reports
     from fxremat.logged_metrics import metrics
     from fxremat.memory.measured_peak import measure_peak
-    from fxremat.memory.optimizer_states import optimizer_state_bytes
+    from fxremat.memory.optimizers import optimizer_state_bytes
     from fxremat.options import list_options
     from fxremat.step.preparation import prepare
     from fxremat.training.accumulate import accumulate_in_backward
@@ -87,7 +87,7 @@ _LAZY = {
     "measure_peak": "fxremat.memory.measured_peak",
     "metrics": "fxremat.logged_metrics",
     "offload": "fxremat.training.offload",
-    "optimizer_state_bytes": "fxremat.memory.optimizer_states",
+    "optimizer_state_bytes": "fxremat.memory.optimizers",
     "prepare": "fxremat.step.preparation",
     "reports": "fxremat.compile.session",
     "step_in_backward": "fxremat.training.step_in_backward",

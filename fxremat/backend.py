@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch import fx
+from torch import fx, nn
+from torch.utils import _pytree as pytree
 
 from fxremat.compat.call_stack import calling_modules
 from fxremat.compat.compilers import compile_with_inductor
@@ -24,14 +25,17 @@ from fxremat.compat.dynamo import (
 )
 from fxremat.compat.inductor.lowered_ahead import forget_lowered
 from fxremat.compat.joint_graph import copy_module
+from fxremat.compat.optimizers import note_optimizers
 from fxremat.compat.tensors import places_in_joint
 from fxremat.compile import session
 from fxremat.compile.driver import total_bytes
 from fxremat.compile.ranks import agreed
 from fxremat.compile.request import device_of_inputs
 from fxremat.cost.cards import absent_card
+from fxremat.memory.enforced import enforced
 from fxremat.memory.storages import storages_of
 from fxremat.options import disabled, parse_options
+from fxremat.report.report import peak_table
 from fxremat.step import scope as scopes
 from fxremat.step.context import Surroundings, fixed_inputs, model_context
 from fxremat.step.ddp import see_parts
@@ -94,10 +98,12 @@ def _compiled_in_step(graph: Graph, *, follow: bool) -> Callable[..., Any]:
     context = model_context(options, device)
     count = context.runs if role.described is None else len(role.described.runs_of(role.index))
     beside = scope.neighbours(place, graph.inputs, context.others, device, count)
-    request = graph.request(context.nbytes, beside.nbytes)
+    everything = pytree.tree_leaves([each() for each in context.everything])
+    weights = [one for one in everything if isinstance(one, nn.Parameter)]
+    request = graph.request(context.nbytes, beside.nbytes, weights)
     if context.pipeline is not None and context.pipeline.whole:  # others hold what it is given
-        everything = places_in_joint(graph.inputs)
-        request = request.with_inputs(parameters=tuple(range(everything[-1].stop)))
+        places = places_in_joint(graph.inputs)
+        request = request.with_inputs(parameters=tuple(range(places[-1].stop)))
     request = agreed(graph.kept, graph.ranks, request)
     if request.budget.limit is not None and splits_for_ddp():
         see_parts(request, context.left_bytes, graph.of_another)
@@ -121,10 +127,24 @@ def _compiled_in_step(graph: Graph, *, follow: bool) -> Callable[..., Any]:
     found = in_step.compiled()
     if found is None:
         assert in_step.call is not None
-        return without_backward(in_step.call, scope) if limited else in_step.call
+        call = without_backward(in_step.call, scope) if limited else in_step.call
+        return _under_cap(in_step, call)
     graph.forget_inputs()
     scope.graphs.add(in_step)
-    return watch_in_flight(found, scope, place[0], in_step)
+    return _under_cap(in_step, watch_in_flight(found, scope, place[0], in_step))
+
+
+def _under_cap(in_step: GraphInStep, call: Callable[..., Any]) -> Callable[..., Any]:
+    """What runs the graph, under a cap of the allocator where that is asked for."""
+    limit = in_step.request.budget.limit
+    if not in_step.graph.options.enforce or limit is None:
+        return call
+
+    def planned() -> str:
+        reports = [version.report for version in in_step.known.values()]
+        return "\n".join(peak_table(report) for report in reports if report is not None)
+
+    return enforced(call, in_step.where.device, limit, planned)
 
 
 def _reset() -> None:
@@ -135,3 +155,4 @@ def _reset() -> None:
 
 
 fxremat.reset = _reset  # type: ignore[attr-defined]
+note_optimizers()

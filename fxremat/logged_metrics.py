@@ -24,14 +24,14 @@ def metrics(
     *,
     reports: Sequence[Report] | None = None,
     device: DeviceLike = None,
-    reset: bool = True,
+    reset: bool = False,
 ) -> dict[str, float]:
     """Numbers about memory, and about all graphs that were compiled since the last reset.
 
-    On CUDA the peak is the allocator's since the previous call, on ``device`` or the current one;
-    with ``reset=False`` its counters are not reset. Elsewhere there is a peak only if ``measured``
-    is the result of `measure_peak`. ``reports`` replaces those of `reports`, for example by the
-    graphs of an `explain`.
+    On CUDA the peak is the allocator's on ``device``, or on the current one, since its counters
+    were last reset; with ``reset=True`` they are reset after that. Elsewhere there is a peak only
+    if ``measured`` is the result of `measure_peak`. ``reports`` replaces those of `reports`, for
+    example by the graphs of an `explain`.
     """
     planned = _planned(all_reports() if reports is None else reports)
     if measured is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import numbers
 import os
+import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -95,6 +96,23 @@ def read_reserve(given: Given) -> int | None:
     if nbytes < 0:
         raise given.refuse("zero bytes or more")
     return nbytes
+
+
+def read_optimizer(given: Given) -> Any:
+    """A name, a class or another maker, or a weak reference of an optimizer."""
+    from torch.optim import Optimizer  # lazily: other options need no torch
+
+    from fxremat.memory.optimizer_states import OPTIMIZERS
+
+    value = given.value
+    if isinstance(value, Optimizer):
+        return weakref.ref(value)
+    if value is None or callable(value):
+        return value
+    if not isinstance(value, str) or value.strip().lower() not in OPTIMIZERS:
+        names = ", ".join(map(repr, OPTIMIZERS))
+        raise given.refuse(f"an optimizer, its class, or one of {names}", OPTIMIZERS)
+    return value.strip().lower()
 
 
 def read_bandwidth(given: Given) -> int | None:
@@ -191,6 +209,13 @@ def read_bool(given: Given) -> bool:
     if not isinstance(value, bool):
         raise given.refuse("True or False")
     return value
+
+
+def read_enforce(given: Given) -> bool:
+    asked = read_bool(given)
+    if asked and given.device_total_bytes is None:
+        raise given.refuse("False on the CPU: no allocator there can be held to a budget")
+    return asked
 
 
 def read_path(given: Given) -> str | None:

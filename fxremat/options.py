@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fxremat.errors import InvalidOption, UnknownOption
 from fxremat.option_values import (
@@ -22,9 +22,11 @@ from fxremat.option_values import (
     read_budget,
     read_choice,
     read_count,
+    read_enforce,
     read_inductor,
     read_link,
     read_number_of_runs,
+    read_optimizer,
     read_passes,
     read_path,
     read_reserve,
@@ -34,6 +36,9 @@ from fxremat.option_values import (
     read_variants,
 )
 from fxremat.sizes import format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    from fxremat.memory.optimizers import OptimizerLike
 
 __all__ = [
     "OptionRow",
@@ -68,7 +73,10 @@ def _option(
 
 @dataclass(frozen=True)
 class Options:
-    """All options of one compilation, checked. Comparable, hashable and picklable."""
+    """All options of one compilation, checked. Comparable and hashable.
+
+    They can be pickled, unless one is an optimizer, which is held by a weak reference.
+    """
 
     memory_budget: int | None = _option(
         None,
@@ -83,9 +91,18 @@ class Options:
         read_reserve,
         "FXREMAT_RESERVE",
         "bytes, as memory_budget; may be 0",
-        "Bytes of the budget for what lies outside of the compiled graph, such as optimizer state.",
-        unset="CUDA: what is allocated when compiling and is no input of the graph, and what "
-        "cuBLAS and kernel tuning take; elsewhere: 0",
+        "Bytes of the budget that your code will hold beside all that is counted without it: the "
+        "graph, what optimizers hold, and on CUDA what is allocated already, and what cuBLAS and "
+        "kernel tuning take.",
+        unset="0",
+    )
+    optimizer: OptimizerLike | None = _option(  # noqa: RUF009 (a reference is never changed)
+        None,
+        read_optimizer,
+        "FXREMAT_OPTIMIZER",
+        "an optimizer, its class, a name such as 'adamw', or 'none'",
+        "What steps for the parameters: its states, and what a step makes beside, count.",
+        unset="the optimizers that have parameters of the model when it is compiled",
     )
     count: str | None = _option(
         None,
@@ -96,6 +113,14 @@ class Options:
         "device, with freed memory that it keeps, 'allocated' what tensors take. On the CPU both "
         "are the same.",
         unset="CUDA: 'reserved'; elsewhere: 'allocated'",
+    )
+    enforce: bool = _option(
+        False,
+        read_enforce,
+        "FXREMAT_ENFORCE",
+        "bool",
+        "On CUDA: hold torch's allocator to the budget as long as a graph of it lives, whoever "
+        "asks for more. The error that comes of it says what the plan holds.",
     )
     instances: int | None = _option(
         None,

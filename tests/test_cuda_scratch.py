@@ -70,8 +70,9 @@ def test_adding_by_an_index(count: int, width: int, of_indices: int, of_cub: int
 
 
 def test_norms_of_many_tensors_are_added_up_from_pieces() -> None:
-    asked = torch.ops.aten._foreach_norm.Scalar, ([given(65536 * 2 + 1), given(5)],), {}
-    assert CudaScratch().blocks_of_call(*asked) == (2 * 3 * 4,)
+    tensors = [given(65536 * 2 + 1), given(5)]
+    norm = torch.ops.aten._foreach_norm.Scalar
+    assert CudaScratch().blocks_of_call(norm, (tensors,), {}) == (2 * 3 * 4,)
 
 
 def test_products_take_none() -> None:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 
-from fxremat.memory.measured_peak import MeasuredPeak, _running_peak, held_bytes, measure_peak
+from fxremat.memory.measured_peak import (
+    MeasuredPeak,
+    _running_peak,
+    held_bytes,
+    measure_call,
+    measure_peak,
+)
 
 SIDE = 64
 SQUARE = SIDE * SIDE * 4  # bytes of one float32 matrix
@@ -31,6 +38,7 @@ def test_events_are_taken_by_time_and_ties_as_recorded() -> None:
     assert _running_peak([late, (5, 10, "CPU"), (6, 20, "CPU")]) == 30
     assert _running_peak([(5, 10, "CPU"), (5, -10, "CPU"), (5, 20, "CPU")]) == 20
     assert _running_peak([(5, 10, "CPU"), (5, 20, "CPU"), (5, -10, "CPU")]) == 30
+    assert _running_peak([(5, 10, "CPU"), (5, 20, "CUDA"), (6, 30, "CUDA")], "CUDA") == 50
 
 
 def test_held_bytes_are_added() -> None:
@@ -133,6 +141,52 @@ def test_unknown_device() -> None:
         measure_peak(steps, device="meta")
 
 
+@dataclass
+class Counters:
+    """What CUDA's allocator counts, and nobody may reset."""
+
+    current: int
+    peak: int
+    allocated: int = 10**9
+
+    def allocate(self, nbytes: int) -> None:
+        self.current += nbytes
+        self.allocated += max(0, nbytes)
+        self.peak = max(self.peak, self.current)
+
+    def stats(self, device: torch.device) -> dict[str, int]:
+        return {f"allocated_bytes.all.{name}": n for name, n in vars(self).items()}
+
+
+@pytest.mark.parametrize(
+    ("peak", "sizes", "above"),
+    [
+        (1000, (500, 300, -800), 800),
+        (1000, (500, -500, 600, -600), 600),
+        (9000, (500, 300, -800), 800),
+        (9000, (500, -500, 600, -600), 1100),
+        (1700, (500, -500, 600, -600), 700),
+    ],
+    ids=[
+        "the peak is new",
+        "what was freed does not count",
+        "without a new peak all that was allocated counts",
+        "also what was freed",
+        "but no more than the old peak",
+    ],
+)
+def test_a_call_on_cuda_leaves_the_peak_statistics(
+    monkeypatch: pytest.MonkeyPatch, peak: int, sizes: tuple[int, ...], above: int
+) -> None:
+    counters = Counters(1000, peak)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "memory_stats", counters.stats)
+    resets: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", resets.append)
+    taken = measure_call(lambda: list(map(counters.allocate, sizes)), torch.device("cuda"))
+    assert (taken, resets) == (above, [])
+
+
 @pytest.mark.gpu
 def test_peak_of_allocations_on_cuda() -> None:
     held = torch.empty(2**20, dtype=torch.uint8, device="cuda")
@@ -143,6 +197,8 @@ def test_peak_of_allocations_on_cuda() -> None:
         del first
         torch.empty(2**21, dtype=torch.uint8, device="cuda")
 
+    highest = torch.cuda.max_memory_allocated()
     peak = measure_peak(allocate, held=[held])
+    assert torch.cuda.max_memory_allocated() == max(highest, peak.peak_bytes)
     assert (peak.start_bytes, peak.above_start_bytes) == (before, 2**21)
     assert peak.device.startswith("cuda")

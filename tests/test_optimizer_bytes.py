@@ -34,6 +34,7 @@ def states(optimizer: optim.Optimizer) -> int:
         partial(optim.SGD, lr=0.1, momentum=0.9),
         partial(optim.Adadelta, capturable=False),
         optim.RMSprop,
+        optim.Adafactor,  # it looks at the norm of each weight
     ],
 )
 def test_they_are_those_that_a_step_makes(make: Callable[..., optim.Optimizer]) -> None:
@@ -65,10 +66,17 @@ def test_frozen_weights_have_none() -> None:
     assert fxremat.optimizer_state_bytes(optim.SGD(net.parameters(), momentum=0.9)) == 24 * 8 * 4
 
 
-def test_a_step_that_looks_at_its_data_is_refused() -> None:
-    """Adafactor looks at the norm of each weight."""
-    with pytest.raises(NotTraceable, match="Adafactor: cannot step without data"):
-        fxremat.optimizer_state_bytes(optim.Adafactor(model().parameters()))
+class NeedsData(optim.SGD):
+    """Its step looks for what is in a gradient."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for weight in self.param_groups[0]["params"]:
+            self.state[weight]["places"] = weight.grad.nonzero()
+
+
+def test_a_step_whose_sizes_depend_on_data_is_refused() -> None:
+    with pytest.raises(NotTraceable, match="NeedsData: cannot step without data"):
+        fxremat.optimizer_state_bytes(NeedsData(model().parameters()))
 
 
 def test_of_parameters_that_ranks_share_this_ranks_parts_count() -> None:

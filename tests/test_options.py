@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fxremat.errors import InvalidOption, UnknownOption
 from fxremat.options import (
@@ -48,6 +49,10 @@ ACCEPTED = [
     ("memory_budget", None, None),
     ("reserve", 0, 0),
     ("reserve", "2GiB", 2**31),
+    ("optimizer", "AdamW", "adamw"),
+    ("optimizer", "none", "none"),
+    ("optimizer", None, None),
+    ("optimizer", torch.optim.AdamW, torch.optim.AdamW),
     ("count", "reserved", "reserved"),
     ("count", "allocated", "allocated"),
     ("count", None, None),
@@ -91,6 +96,8 @@ REFUSED = [
     ("memory_budget", "81GiB", "at most what the device has, 80.00 GiB"),
     ("reserve", -1, "zero bytes or more"),
     ("reserve", False, "number of bytes"),
+    ("optimizer", "adamm", "did you mean 'adam'"),
+    ("optimizer", 3, "an optimizer, its class, or one of 'none'"),
     ("count", "freed", "one of 'reserved', 'allocated'"),
     ("link_bandwidth", 0, "more than zero bytes per second"),
     ("link_bandwidth", "10%", "bytes per second"),
@@ -123,6 +130,14 @@ def test_refused(name: str, value: object, words: str) -> None:
     assert (caught.value.option, caught.value.variable) == (name, None)
 
 
+def test_an_optimizer_is_not_kept_alive() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))])
+    given: Any = parse(optimizer=optimizer).optimizer
+    assert given() is optimizer
+    del optimizer
+    assert given() is None
+
+
 def test_unknown_option() -> None:
     with pytest.raises(UnknownOption, match="did you mean 'memory_budget'"):
         parse(memory_budgt="8GiB")
@@ -143,6 +158,13 @@ def test_the_cpu_reserves_nothing() -> None:
         parse(count="reserved", executor="aot_eager")
 
 
+def test_the_cpu_enforces_nothing() -> None:
+    with pytest.raises(InvalidOption, match="False on the CPU: no allocator there can be held"):
+        parse_options({"enforce": True}, device_total_bytes=None, environment={})
+    assert not parse_options({"enforce": False}, device_total_bytes=None, environment={}).enforce
+    assert parse(enforce=True).enforce
+
+
 def test_without_a_device_percentages_are_of_this_machine() -> None:
     options = parse_options({"memory_budget": "50%"}, device_total_bytes=None, environment={})
     assert options.memory_budget == machine_memory_bytes() // 2
@@ -156,7 +178,9 @@ def test_without_a_device_no_budget_is_too_large() -> None:
 ENVIRONMENT = {
     "FXREMAT_MEMORY_BUDGET": "4GiB",
     "FXREMAT_RESERVE": "1GiB",
+    "FXREMAT_OPTIMIZER": "adamw",
     "FXREMAT_COUNT": "allocated",
+    "FXREMAT_ENFORCE": "1",
     "FXREMAT_INSTANCES": "4",
     "FXREMAT_RANK_TIMEOUT": "60",
     "FXREMAT_EXECUTOR": "aot_eager",
@@ -177,8 +201,8 @@ ENVIRONMENT = {
 
 def test_every_variable_is_read() -> None:
     given = (
-        2**32, 2**30, "allocated", 4, 60.0, "aot_eager", "greedy", 1.5, True, 3 * 2**30,
-        25 * 10**9, 50 * 10**9, (), True,
+        2**32, 2**30, "adamw", "allocated", True, 4, 60.0, "aot_eager", "greedy", 1.5, True,
+        3 * 2**30, 25 * 10**9, 50 * 10**9, (), True,
     )  # fmt: skip
     read = Options(*given, ("sums", "inplace"), "measured", False, "there")
     assert parse(ENVIRONMENT) == read

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from fxremat.compat.tensors import without_memory
 from fxremat.compile import request
+from fxremat.memory import optimizers
 from fxremat.options import Options, parse_options
 from fxremat.runtime.host_memory import is_on
 from fxremat.sizes import GIB, MIB
@@ -81,14 +83,57 @@ def test_of_a_slice_the_rest_is_held(card: Card, monkeypatch: pytest.MonkeyPatch
 
 
 def test_on_cuda_what_is_allocated_is_what_others_hold(card: Card) -> None:
-    """Unless it is said what others hold: then what other graphs hold comes in addition."""
-
-    def held(neighbours: int, **given: Any) -> int:
-        return request._held_bytes(options(**given), GPU, [], None, neighbours)
-
+    """Other graphs, too."""
     card(allocated=100 * MIB)
-    assert held(40 * MIB) == 100 * MIB
-    assert held(40 * MIB, reserve=7) == 40 * MIB + 7
+    assert request._held_bytes(GPU, [], None, 40 * MIB) == 100 * MIB
+    assert request._held_bytes(torch.device("cpu"), [], None, 40 * MIB) == 40 * MIB
+
+
+def asked(inputs: list[Any], around: int = 0, **given: Any) -> request.Budget:
+    """The budget of a graph with these inputs."""
+    return request.request_for(inputs, options(**given), around).budget
+
+
+def test_a_reserve_adds_to_all_that_is_counted_without_it(
+    card: Card, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On CUDA what is allocated and what tuning takes; on the CPU what lies around."""
+    here = [torch.empty(8)]
+    assert (asked(here, 100).held, asked(here, 100, reserve=7).held) == (100, 107)
+    card(allocated=100 * MIB)
+    monkeypatch.setattr(request, "device_of_inputs", lambda inputs: GPU)
+    without, given = asked(here), asked(here, reserve=7)
+    assert (without.held, without.autotune, without.coming) == (100 * MIB, CACHE, 0)
+    assert (given.held, given.autotune, given.coming) == (100 * MIB + 7, CACHE, 7)
+
+
+def test_states_of_an_optimizer_are_held() -> None:
+    """On the CPU nobody else counts those that are there."""
+    weight = torch.nn.Parameter(torch.ones(256))
+    batch, optimizer = torch.ones(16), torch.optim.SGD([weight], momentum=0.9)
+    before = asked([weight, batch], reserve=7)
+    assert (before.held, before.coming) == (1024 + 7, 1024 + 7)
+    assert before.optimizer_step == 3 * 1024 + 64 + 7 + 32  # with single numbers
+    weight.grad = torch.ones(256)
+    optimizer.step()
+    assert asked([weight, batch], reserve=7) == before
+    off = asked([weight, batch], optimizer="none")
+    assert (off.held, off.coming) == (0, 0)
+
+
+def test_on_cuda_states_are_held_that_are_not_there_yet(
+    card: Card, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others are allocated, and in blocks of 512 bytes."""
+    card(allocated=8 * MIB)
+    monkeypatch.setattr(request, "device_of_inputs", lambda inputs: GPU)
+    with without_memory():
+        weight = torch.nn.Parameter(torch.empty(250, device="cuda:0"))
+        optimizer = torch.optim.AdamW([weight], fused=True)
+    assert asked([weight]).coming == 3 * 1024 - 512  # the number of steps is there, too
+    monkeypatch.setattr(optimizers, "_states_there", lambda optimizer, device: {0: 1024})
+    assert asked([weight]).coming == 2 * 1024 - 512
+    assert optimizer.param_groups
 
 
 def test_kernels_are_tuned_only_where_there_are_some(card: Card) -> None:
@@ -98,7 +143,6 @@ def test_kernels_are_tuned_only_where_there_are_some(card: Card) -> None:
     assert request._size_of_tuning(eager, GPU, None) == 0
     assert request._size_of_tuning(options(), torch.device("cpu"), None) == 0
     assert request._size_of_tuning(options(), GPU, None) == CACHE
-    assert request._size_of_tuning(options(reserve=7), GPU, None) == 0
 
 
 def test_workspaces_of_cublas_are_allocated_before_bytes_are_counted(
@@ -108,7 +152,7 @@ def test_workspaces_of_cublas_are_allocated_before_bytes_are_counted(
     monkeypatch.setattr(request, "allocate_cublas", lambda device: card(allocated=5 * MIB))
     weight = torch.empty(8, device="meta")
     monkeypatch.setattr(request, "device_of_inputs", lambda inputs: GPU)
-    asked = request.request_for(torch.fx.symbolic_trace(torch.nn.Identity()), [weight], options())
+    asked = request.request_for([weight], options())
     assert asked.budget.held == 6 * MIB
 
 

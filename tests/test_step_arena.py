@@ -1,4 +1,4 @@
-"""The arena of a training loop: taken for steps that are planned, and never in the way of others."""
+"""The arena of a training loop: taken for planned steps, and never in the way of others."""
 
 from __future__ import annotations
 

@@ -391,7 +391,7 @@ def test_reserved_bytes_of_blocks_on_a_gpu(how: str) -> None:
 
 
 def test_what_lies_beside_the_model_counts_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that is allocated there and is not the model's; what is said to be there comes first."""
+    """All that is allocated there and is not the model's, and what is said to come."""
     cuda, model = torch.device("cuda"), nn.Linear(4, 4)
     monkeypatch.setattr(preparing, "allocate_cublas", lambda device: None)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 5000)
@@ -400,5 +400,8 @@ def test_what_lies_beside_the_model_counts_on_cuda(monkeypatch: pytest.MonkeyPat
         return preparing._held_bytes(model, (), Options(reserve=reserve), device)
 
     assert held(cuda, None) == 5000
-    assert held(cuda, 300) == 300
+    assert held(cuda, 300) == 5300
     assert held(torch.device("cpu"), None) == 0
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    assert held(torch.device("cpu"), 300) == 300 + 20 * 4
+    assert optimizer.param_groups

@@ -108,7 +108,7 @@ class TracedModel:
     def planned(self, options: Mapping[str, Any]) -> Report:
         """As it is planned with these options. Raises `InfeasibleBudget` where that is refused."""
         parsed = parse_options(options, device_total_bytes=total_bytes(CUDA))
-        request = request_for(self.dynamo_graph, self.examples, parsed)
+        request = request_for(self.examples, parsed)
         patches = patches_for(parsed, request, None, self.examples)
         with session.separate(), generating(self.joint, patches):
             current = session.begin()
@@ -132,7 +132,7 @@ def traced_model(model: nn.Module, inputs: Sequence[Any]) -> TracedModel:
             raise SeveralGraphs("the model breaks into several graphs")
         gm = inline_regions(gm)
         parsed = parse_options({}, device_total_bytes=total_bytes(CUDA))
-        request = request_for(gm, examples, parsed)
+        request = request_for(examples, parsed)
 
         def keep(joint: fx.GraphModule, joint_inputs: Any, **asked: Any) -> Any:
             places = tuple(names[id(x)] for x in examples if isinstance(x, torch.Tensor))

@@ -12,7 +12,7 @@ import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.utils import DistributedType
 from accelerate.utils.other import compile_regions_fsdp2
-from tiny import LOOP_BYTES, TOKENS, Watch, language_model, run, texts, unwatched, without
+from tiny import LOOP_BYTES, TOKENS, Watch, language_model, run, texts, unwatched
 from torch import nn
 
 import fxremat
@@ -55,9 +55,8 @@ def train(
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     if backend == "fxremat":
         fxremat.loss_only(model)
-        states = fxremat.optimizer_state_bytes(optimizer) // accelerator.num_processes
         outside = LOSS_BYTES if way == "regions" else 0  # the loss is no region
-        options = without(options, states + outside + LOOP_BYTES)
+        options = {"reserve": outside + LOOP_BYTES, **options}
     compile_model(model, way, backend=backend, options=dict(options))
     model, optimizer = accelerator.prepare(model, optimizer)
     data = texts(40, seed=accelerator.process_index, words=WORDS)

@@ -14,8 +14,6 @@ from tiny import LOOP_BYTES, Watch, run, unwatched
 from torch import nn
 from torch.nn import functional as F
 
-import fxremat
-
 
 def unet() -> UNet2DModel:
     """A small U-Net for images of 32 pixels."""
@@ -81,8 +79,7 @@ def train(
         step_loss, shape = Denoising(dit().eval(), class_labels=labels), (64, 4, 16, 16)
     optimizer = torch.optim.AdamW(step_loss.parameters(), lr=1e-4)
     if backend == "fxremat":
-        reserve = fxremat.optimizer_state_bytes(optimizer) + LOOP_BYTES
-        options = {"reserve": reserve, **options}
+        options = {"reserve": LOOP_BYTES, **options}
     step_loss.compile(backend=backend, options=dict(options))
     losses = []
     for step in range(10):

@@ -14,8 +14,6 @@ import torch
 from tiny import LOOP_BYTES, Watch, language_model, run, texts, unwatched
 from torch.utils.data import DataLoader
 
-import fxremat
-
 
 class Language(lightning.LightningModule):
     """A small Llama; the losses of its steps."""
@@ -46,9 +44,7 @@ def train(backend: str, options: Mapping[str, Any], watch: Watch = unwatched) ->
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     module = Language(watch)
     if backend == "fxremat":
-        optimizer = module.configure_optimizers()
-        reserve = fxremat.optimizer_state_bytes(optimizer) + LOOP_BYTES
-        options = {"reserve": reserve, **options}
+        options = {"reserve": LOOP_BYTES, **options}
     compiled: Any = torch.compile(module, backend=backend, options=dict(options))
     trainer = lightning.Trainer(
         accelerator="cpu",

@@ -32,8 +32,7 @@ def train(
     optimizer = torch.optim.AdamW(trained, lr=1e-3)
     if backend == "fxremat":
         fxremat.loss_only(model)
-        reserve = fxremat.optimizer_state_bytes(optimizer) + LOOP_BYTES
-        options = {"reserve": reserve, **options}
+        options = {"reserve": LOOP_BYTES, **options}
     model.compile(backend=backend, options=dict(options))
     losses = []
     for step, batch in enumerate(DataLoader(texts(40), batch_size=4)):  # type: ignore[arg-type]

@@ -14,8 +14,6 @@ from tiny import LOOP_BYTES, Watch, run, unwatched
 from torch import nn
 from torch.nn import functional as F
 
-import fxremat
-
 
 class Classified(nn.Module):
     """The loss of a batch."""
@@ -37,8 +35,7 @@ def train(backend: str, options: Mapping[str, Any], watch: Watch = unwatched) ->
     step_loss = Classified(model)
     optimizer = torch.optim.AdamW(step_loss.parameters(), lr=1e-4)
     if backend == "fxremat":
-        reserve = fxremat.optimizer_state_bytes(optimizer) + LOOP_BYTES
-        options = {"reserve": reserve, **options}
+        options = {"reserve": LOOP_BYTES, **options}
     step_loss.compile(backend=backend, options=dict(options))
     made = torch.Generator().manual_seed(1)
     losses = []

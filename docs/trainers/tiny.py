@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import fxremat
-from fxremat.sizes import parse_bytes
 
 WORDS = 4096
 TOKENS = 256
@@ -68,18 +67,6 @@ def tokenizer(words: int = WORDS) -> PreTrainedTokenizerFast:
 
 LOOP_BYTES = 2**17
 """A batch that a loader has ready, and a loop's own numbers."""
-
-
-def without(options: Mapping[str, Any], nbytes: int) -> dict[str, Any]:
-    """The options with a budget that is so many bytes less.
-
-    For what is held beside a sharded model: what surrounds its blocks is counted as long as there
-    is no `reserve`.
-    """
-    budget = options.get("memory_budget")
-    if budget is None:
-        return dict(options)
-    return {**options, "memory_budget": parse_bytes(str(budget)) - nbytes}
 
 
 Watch = Callable[[int, Any], None]

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from tiny import LOOP_BYTES, Watch, run, unwatched, without
+from tiny import LOOP_BYTES, Watch, run, unwatched
 from torch import distributed, nn
 from torch.distributed.fsdp import FSDPModule
 from torchtitan.components.loss import CrossEntropyLoss
@@ -19,8 +19,6 @@ from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims, parallel_dims
 from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.models.llama3 import model_registry
-
-import fxremat
 
 WORDS, TOKENS = 2048, 256
 COMPILE = {"enable": True, "components": ["model", "loss"]}
@@ -95,7 +93,7 @@ def train(backend: str, options: Mapping[str, Any], watch: Watch = unwatched) ->
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     if backend == "fxremat":
         given = {"memory_budget": os.environ.get("FXREMAT_MEMORY_BUDGET"), **options}
-        into_environment(without(given, fxremat.optimizer_state_bytes(optimizer) + LOOP_BYTES))
+        into_environment({"reserve": LOOP_BYTES, **given})
     numbers = torch.Generator().manual_seed(distributed.get_rank())
     count = torch.tensor(float(4 * TOKENS * distributed.get_world_size()))
     losses = []

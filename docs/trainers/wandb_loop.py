@@ -22,8 +22,7 @@ def train(backend: str, options: Mapping[str, Any], watch: Watch = unwatched) ->
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     if backend == "fxremat":
         fxremat.loss_only(model)
-        reserve = fxremat.optimizer_state_bytes(optimizer) + LOOP_BYTES
-        options = {"reserve": reserve, **options}
+        options = {"reserve": LOOP_BYTES, **options}
     model.compile(backend=backend, options=dict(options))
     loader = DataLoader(texts(40), batch_size=4)  # type: ignore[arg-type]
     losses = []

@@ -89,6 +89,10 @@ def watch_backwards() -> None:
             _STARTED.append(started)
         try:
             return original(t_outputs, *args, **kwargs)
+        except Exception as error:
+            for tell in _ON_FAILURE:
+                tell(error)
+            raise
         finally:
             _STARTED.remove(started)
 
@@ -96,6 +100,16 @@ def watch_backwards() -> None:
     compiler: Any = torch.compiler
     autograd: Any = torch.autograd
     autograd._engine_run_backward = compiler.disable(watched, recursive=False)
+
+
+_ON_FAILURE: list[Callable[[Exception], object]] = []
+
+
+def when_backward_fails(tell: Callable[[Exception], object]) -> None:
+    """Have ``tell`` called with the error of each backward that fails, before its caller is."""
+    watch_backwards()
+    if tell not in _ON_FAILURE:
+        _ON_FAILURE.append(tell)
 
 
 @contextmanager
@@ -258,6 +272,18 @@ def when_freed(node: Any, call: Callable[[], object]) -> None:
 def _unless_kept(call: Callable[[], object], _: object) -> None:
     if not torch._C._autograd._get_current_graph_task_keep_graph():
         call()
+
+
+def when_backward_begins(node: Any, call: Callable[[], object]) -> None:
+    """Have ``call()`` called when a backward comes to ``node``."""
+    hook: Any = partial(_before, call)
+    hook.is_ours = True
+    node.register_prehook(hook)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _before(call: Callable[[], object], _: object) -> None:
+    call()
 
 
 def when_backward_ends(node: Any, call: Callable[[], object]) -> None:

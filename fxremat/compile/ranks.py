@@ -71,6 +71,10 @@ def _made(store: Any, what: str, answer: str, rank: int, make: Callable[[], Any]
     return made
 
 
+BESIDE = ("held", "between", "autotune", "coming", "optimizer_step")
+"""Fields of a budget of which all ranks take the most that one of them has."""
+
+
 def agreed(gm: fx.GraphModule, ranks: tuple[int, ...], request: Request) -> Request:
     """The request, as the ``ranks`` that run this graph together have it in common.
 
@@ -83,18 +87,16 @@ def agreed(gm: fx.GraphModule, ranks: tuple[int, ...], request: Request) -> Requ
         "graph": [graph_digest(gm), request.inputs.accumulated, request.inputs.parameters],
         "about": f"{len(gm.graph.nodes)} nodes, {len(request.inputs.parameters)} parameters",
         "budget": request.budget.limit,
-        "beside": [request.budget.held, request.budget.between, request.budget.autotune],
+        "beside": [getattr(request.budget, name) for name in BESIDE],
         "request": pickle.dumps(request).hex(),
     }
     told = _exchanged(ranks, "word of the graph that ranks compile together", mine)
     _see_same(told, "graph")
     budgets = [one["budget"] for one in told.values() if one["budget"] is not None]
-    held, between, tuning = (
-        max(each) for each in zip(*(one["beside"] for one in told.values()), strict=True)
-    )
+    most = map(max, zip(*(one["beside"] for one in told.values()), strict=True))
     first: Request = pickle.loads(bytes.fromhex(told[ranks[0]]["request"]))
     limit = min(budgets, default=None)
-    return first.with_budget(limit=limit, held=held, between=between, autotune=tuning)
+    return first.with_budget(limit=limit, **dict(zip(BESIDE, most, strict=True)))
 
 
 def see_same_plan(ranks: tuple[int, ...], report: Report | None) -> None:

@@ -39,12 +39,16 @@ from fxremat.report.report import (
 
 def refusal_of(found: SearchResult, request: Request) -> InfeasibleBudget | None:
     """The error that names the least peak; None where the budget is met."""
-    if not found.over or request.budget.limit is None:
+    limit, step = request.budget.limit, request.budget.optimizer_step
+    if limit is None or not (found.over or step > limit):
         return None
     largest = tuple((row.what, row.bytes) for row in at_peak(found)[:8])
     least = found.evaluation.peak_bytes + request.budget.beside
+    if step > least:
+        largest = (("weights, gradients and states when the optimizer steps", step),)
+        return InfeasibleBudget(limit, step, largest)
     unused = found.evaluation.fragmentation_bytes
-    return InfeasibleBudget(request.budget.limit, least, largest, unused, large_output(found))
+    return InfeasibleBudget(limit, least, largest, unused, large_output(found))
 
 
 def large_output(found: SearchResult) -> tuple[str, int] | None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 from fxremat.compat.absent.pretending import CUDA
 from fxremat.compat.sizes import size_bound
@@ -21,6 +21,7 @@ from fxremat.cost.cuda_scratch import allocate_cublas, cublas_workspace
 from fxremat.cost.device import device_spec
 from fxremat.memory.allocator.rules import SEGMENT_STEP_BYTES, round_up
 from fxremat.memory.allocator.settings import AllocatorSettings, settings_of_environment
+from fxremat.memory.optimizers import OptimizerMemory, optimizer_memory
 from fxremat.options import Options, machine_memory_bytes
 from fxremat.passes.memory_estimation import nbytes
 from fxremat.runtime import accumulation, measure_copy_speed
@@ -38,7 +39,8 @@ class Budget:
     first step, in which kernels are tuned. The graph should make do with ``soft_limit`` if it can,
     because more graphs follow. ``metric`` says which bytes of torch's allocator count.
     ``allocator`` holds its settings; None where the device has no such allocator, or one whose
-    settings are not modelled.
+    settings are not modelled. Of ``held``, ``coming`` are to come that nobody sees yet. When no
+    graph runs and the optimizer steps, ``optimizer_step`` bytes are there: no budget is less.
     """
 
     limit: int | None = None
@@ -48,6 +50,8 @@ class Budget:
     soft_limit: int | None = None
     metric: Literal["allocated", "reserved"] = "allocated"
     allocator: AllocatorSettings | None = None
+    coming: int = 0
+    optimizer_step: int = 0
 
     @property
     def own(self) -> int | None:
@@ -58,6 +62,19 @@ class Budget:
     def beside(self) -> int:
         """Bytes that are not the graph's, in the step that needs most of them."""
         return self.held + self.autotune
+
+    @property
+    def for_step(self) -> int:
+        """Bytes for all graphs of a step together, and all that is outside of them.
+
+        None are left where the step of the optimizer takes more than the budget.
+        """
+        assert self.limit is not None
+        return 0 if self.optimizer_step > self.limit else self.limit - self.autotune
+
+    def least_for(self, nbytes: int) -> int:
+        """The least budget that leaves so many bytes for a step."""
+        return max(nbytes + self.autotune, self.optimizer_step)
 
     @property
     def counted_allocator(self) -> AllocatorSettings | None:
@@ -152,18 +169,20 @@ def device_of_inputs(inputs: Sequence[Any]) -> torch.device:
 
 
 def request_for(
-    gm: fx.GraphModule,
     inputs: Sequence[Any],
     options: Options,
     around: int = 0,
     neighbours: int = 0,
+    weights: Iterable[torch.Tensor] = (),
 ) -> Request:
     """What to ask for this graph, where other graphs hold ``neighbours`` bytes now.
 
-    ``around`` bytes are held around it: they count where nothing else says what is there.
+    ``around`` bytes are held around it: they count where nothing else says what is there. Of the
+    model around it, the ``weights`` may be trained by an optimizer. Without any, the graph's are.
 
-    The reserve is held beside the graph like they are, so that peaks and the least budget that
-    an error names count it: they are compared with the whole budget, and with what is measured.
+    The reserve and the states of optimizers are held beside the graph like they are, so that peaks
+    and the least budget that an error names count them: they are compared with the whole budget,
+    and with what is measured.
     """
     card = absent_card()
     device = device_of_inputs(inputs) if card is None else CUDA
@@ -171,8 +190,10 @@ def request_for(
     budget = _budget(options, device, card)
     if device.type == "cuda" and card is None:
         allocate_cublas(device)  # whoever counts or times from now on finds its workspaces
-    held = _held_bytes(options, device, inputs, card, neighbours)
-    if options.reserve is None and device.type != "cuda":
+    trained = optimizers_of(options, device_of_inputs(inputs), inputs, weights)
+    coming = still_to_come(options, trained, device)
+    held = _held_bytes(device, inputs, card, neighbours) + coming
+    if device.type != "cuda":
         held += around
     tuning = _size_of_tuning(options, device, card)
     request = Request(
@@ -182,6 +203,8 @@ def request_for(
             autotune=tuning,
             metric=_metric(options, allocator),
             allocator=allocator,
+            coming=coming,
+            optimizer_step=_optimizer_step(options, trained, inputs),
         ),
         DeviceCosts(
             card=None if card is None else card.name,
@@ -286,8 +309,38 @@ def _free_memory(device: torch.device) -> int:
     return there * (BUDGET_PARTS - 2) // BUDGET_PARTS // part * part or there
 
 
-def _held_bytes(
+def optimizers_of(
     options: Options,
+    device: torch.device,
+    inputs: Iterable[Any],
+    weights: Iterable[torch.Tensor] = (),
+) -> OptimizerMemory:
+    """What the optimizers take that step for the model's ``weights``, or for the graph's inputs."""
+    known = list(weights)
+    if options.optimizer is None or not known:  # graphs may be given copies of a model's weights
+        known += [x for x in inputs if isinstance(x, torch.Tensor) and x.is_leaf]
+    return optimizer_memory(options.optimizer, known, device)
+
+
+def still_to_come(options: Options, trained: OptimizerMemory, device: torch.device) -> int:
+    """What will be held that nobody sees yet: what the user says, and states of optimizers.
+
+    On CUDA, the states that are there are seen.
+    """
+    states = trained.missing if device.type == "cuda" else trained.states
+    return (options.reserve or 0) + states
+
+
+def _optimizer_step(options: Options, trained: OptimizerMemory, inputs: Iterable[Any]) -> int:
+    """Bytes on the device while the optimizer steps, as far as they are known; 0 without one."""
+    if not trained.trained:
+        return 0
+    kept = (x for x in inputs if isinstance(x, torch.Tensor) and not x.requires_grad)
+    others = {storage_key(x): nbytes(x) for x in kept}
+    return trained.when_stepping + sum(others.values()) + (options.reserve or 0)
+
+
+def _held_bytes(
     device: torch.device,
     inputs: Sequence[Any],
     card: Card | None,
@@ -299,8 +352,8 @@ def _held_bytes(
     What no graph sees is rounded up: a few bytes more make no other plan, unknown to caches.
     """
     grads = accumulation.expected_bytes(device)
-    if options.reserve is not None or device.type != "cuda":
-        return neighbours + (options.reserve or 0) + grads
+    if device.type != "cuda":
+        return neighbours + grads
     if card is not None:
         return neighbours + 2 * cublas_workspace(card.capability) + grads
     missing = accumulation.expected_bytes(device, missing_only=True)
@@ -309,7 +362,7 @@ def _held_bytes(
 
 def _size_of_tuning(options: Options, device: torch.device, card: Card | None) -> int:
     """What Triton writes over before each run while it tunes kernels: the whole cache."""
-    if options.reserve is not None or device.type != "cuda" or options.executor != "inductor":
+    if device.type != "cuda" or options.executor != "inductor":
         return 0
     if card is not None:
         return card.l2_cache

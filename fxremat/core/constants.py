@@ -166,3 +166,8 @@ MOST_READY = 64
 A compilation has two, and one for each small kernel; a backward that never runs leaves its own. So
 this bounds memory, and no compilation.
 """
+
+STEPPED_ALIKE = 3
+"""Weights of one shape that step where the memory of an optimizer's step is asked for: where
+weights step in turn, two that follow each other may overlap, and a third adds nothing; where all
+step at once, the third shows what each of them adds."""

@@ -185,9 +185,12 @@ class Workspaces:
         """Bytes of workspace; None where memory does not suffice for the call."""
         try:
             return self._measure(target, args, kwargs, batch)
-        except (torch.OutOfMemoryError, MemoryError):
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()  # blocks of sizes that no step asks for
+        except MemoryError:
+            return None
+        except torch.OutOfMemoryError:
+            # Before it raised this, the allocator gave back all that it kept: what it keeps now is
+            # of this call, in blocks of sizes that no step asks for.
+            torch.cuda.empty_cache()
             return None
         except RuntimeError as error:
             if _NO_CPU_MEMORY not in str(error):

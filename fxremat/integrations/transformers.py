@@ -11,21 +11,19 @@ and made its optimizer.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import nn
+from torch.optim import Optimizer
 from transformers import Trainer, TrainerCallback
 
 from fxremat.compat.dynamo import compile_in_training
-from fxremat.compile.request import unseen_bytes
-from fxremat.cost.cuda_scratch import allocate_cublas
+from fxremat.compile.driver import total_bytes
 from fxremat.logged_metrics import metrics
 from fxremat.memory.allocator.rules import MIN_BLOCK_BYTES
 from fxremat.memory.measured_peak import held_bytes
-from fxremat.memory.optimizer_states import optimizer_state_bytes
+from fxremat.options import parse_options
 from fxremat.training.accumulate import accumulate_in_backward
 from fxremat.training.loss_only import loss_only
 
@@ -47,8 +45,8 @@ def train_within(
 
     * Where the trainer takes the loss that the model gives, the model returns nothing else in
       training (`fxremat.loss_only`). Evaluation gets its logits.
-    * Unless ``reserve`` is given, it is what the optimizer will hold, a batch that the loader has
-      ready, and on CUDA what is there already beside the model.
+    * Unless the option ``optimizer`` is given, it is the trainer's. A batch that the loader has
+      ready adds to ``reserve``.
     * With ``gradient_accumulation_steps`` gradients are added in the backward
       (`fxremat.accumulate_in_backward`).
     * What was planned is among the figures that the trainer logs.
@@ -83,21 +81,19 @@ class _TrainWithin(TrainerCallback):  # type: ignore[misc]
             return
         self._is_compiled = True
         model: nn.Module = kwargs["model"]
-        optimizer = getattr(kwargs["optimizer"], "optimizer", kwargs["optimizer"])
         if _takes_loss_of_model(self._trainer):
             loss_only(model)
         if args.gradient_accumulation_steps > 1:
             accumulate_in_backward(model)
-        is_told = "reserve" in self._options or "FXREMAT_RESERVE" in os.environ
-        beside = None if is_told else _beside(model, optimizer, args.device)
+        parsed = parse_options(self._options, device_total_bytes=total_bytes(args.device))
+        own = kwargs["optimizer"] if isinstance(kwargs["optimizer"], Optimizer) else None
+        options = {**self._options, "optimizer": parsed.optimizer or own}
 
         def how(inputs: Any) -> dict[str, Any]:
             """The loader may have the next batch ready, of the size of this one."""
-            options = dict(self._options)
-            if beside is not None:
-                batch = held_bytes(inputs, device=args.device)
-                options["reserve"] = beside + batch + TRAINER_BYTES
-            return {"backend": "fxremat", "options": options}
+            batch = held_bytes(inputs, device=args.device)
+            reserve = (parsed.reserve or 0) + batch + TRAINER_BYTES
+            return {"backend": "fxremat", "options": {**options, "reserve": reserve}}
 
         compile_in_training(model, how)
 
@@ -115,14 +111,3 @@ def _takes_loss_of_model(trainer: Trainer) -> bool:
     """Whether nothing but the loss of the model's outputs is read in training."""
     own = type(trainer).compute_loss is Trainer.compute_loss
     return own and trainer.compute_loss_func is None and trainer.label_smoother is None
-
-
-def _beside(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> int:
-    """What lies beside the model when it is trained: states to come, and on CUDA what is there."""
-    coming = optimizer_state_bytes(optimizer)
-    if device.type != "cuda":
-        return coming
-    allocate_cublas(device)  # it would come later
-    held = unseen_bytes([*model.parameters(), *model.buffers()], device)
-    there = held_bytes(*optimizer.state.values(), device=device)
-    return held + max(0, coming - there)

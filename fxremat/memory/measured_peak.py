@@ -1,10 +1,10 @@
 """The measured peak: bytes allocated on a device while a function runs.
 
-On CPU it is the running maximum of the profiler's memory events, on top of the bytes of what the
-caller says it holds; memory inside libraries that do not use torch's allocator is not seen. On
-CUDA it is ``max_memory_allocated``: absolute, in the allocator's blocks of 512 bytes. What is
-reserved there besides counts what was cached before. Run the function once or twice before, so that
-compiling and tuning are not measured.
+It is the running maximum of the profiler's memory events. On the CPU it comes on top of the bytes
+of what the caller says it holds; memory inside libraries that do not use torch's allocator is not
+seen. On CUDA it is absolute, in the allocator's blocks of 512 bytes. What is reserved there besides
+counts what was cached before. Run the function once or twice before, so that compiling and tuning
+are not measured. The allocator's own peak statistics are the caller's, and are left as they are.
 
 Tensors in host memory, such as weights that `fxremat.offload` moved there, are on no device: they
 do not count, even where the CPU is the device and both look alike.
@@ -33,7 +33,8 @@ DeviceLike = torch.device | str | None
 class MeasuredPeak:
     """Bytes at the start, at most while running, and the difference.
 
-    ``reserved_bytes`` is the most that CUDA's allocator held of the device; None elsewhere.
+    ``reserved_bytes`` is what CUDA's allocator held of the device at the start, or at the end if
+    that is more; None elsewhere.
     """
 
     peak_bytes: int
@@ -55,20 +56,29 @@ def measure_peak(
     held = list(held)
     where = _device_of(held) if device is None else torch.device(device)
     gc.collect()  # garbage of before, freed while fn runs, would hide bytes of fn
-    start = with_arenas(_storages(held, where), where)  # before fn adds gradients to it
-    seen, above = _measure(fn, where)
-    start = start if seen is None else seen
-    reserved = torch.cuda.max_memory_reserved(where) if where.type == "cuda" else None
+    if where.type not in ("cpu", "cuda"):
+        raise ValueError(f"cannot measure on {where.type!r}; measure_peak knows cpu and cuda")
+    if where.type == "cpu":
+        start = with_arenas(_storages(held, where), where)  # before fn adds gradients to it
+        above = _profiled(fn, where)
+        return MeasuredPeak(start + above, start, above, str(where))
+    torch.cuda.synchronize(where)
+    start, reserved = torch.cuda.memory_allocated(where), torch.cuda.memory_reserved(where)
+    above = _profiled(fn, where)
+    reserved = max(reserved, torch.cuda.memory_reserved(where))
     return MeasuredPeak(start + above, start, above, str(where), reserved)
 
 
 def measure_call(fn: Callable[[], object], device: torch.device) -> int:
     """The bytes that a short call takes above what was there before; quickly.
 
-    Garbage of before is neither looked for nor freed meanwhile.
+    Garbage of before is neither looked for nor freed meanwhile. On CUDA no profiler is asked, for
+    the caller may have one running. The peak is known there if there never was a higher one. Else
+    it is at most what the call allocates in all, which is as much if it frees nothing before its
+    end.
     """
     with uncollected():
-        return _measure(fn, device)[1]
+        return _counted(fn, device) if device.type == "cuda" else _profiled(fn, device)
 
 
 @contextmanager
@@ -83,45 +93,37 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def _measure(fn: Callable[[], object], device: torch.device) -> tuple[int | None, int]:
-    """Bytes at the start, None where they are not known, and above it."""
-    if device.type == "cuda":
-        return _measure_cuda(fn, device)
-    if device.type == "cpu":
-        return None, _measure_cpu(fn)
-    raise ValueError(f"cannot measure on {device.type!r}; measure_peak knows cpu and cuda")
-
-
 def _device_of(held: Iterable[Any]) -> torch.device:
     tensors = [tensor for tensor in _tensors(held) if not is_host(tensor)]
     return tensors[0].device if tensors else torch.device("cpu")
 
 
-def _measure_cpu(fn: Callable[[], object]) -> int:
-    """Bytes above the start, by the profiler."""
+def _profiled(fn: Callable[[], object], device: torch.device) -> int:
+    """Bytes above the start, by the profiler; what the allocator does is CPU activity."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
         fn()
-    return _running_peak(profiler_memory_events(prof))
+    return _running_peak(profiler_memory_events(prof), device.type.upper())
 
 
-def _running_peak(events: Iterable[tuple[int, int, str]]) -> int:
+def _running_peak(events: Iterable[tuple[int, int, str]], kind: str = "CPU") -> int:
     """Most bytes allocated at once; events of the same nanosecond stay in recorded order."""
     current = peak = 0
     for _, nbytes, device in sorted(events, key=lambda event: event[0]):
-        if device == "CPU":
+        if device == kind:
             current += nbytes
             peak = max(peak, current)
     return peak
 
 
-def _measure_cuda(fn: Callable[[], object], device: torch.device) -> tuple[int, int]:
-    """Bytes at the start and above it, by the allocator's own counters."""
+def _counted(fn: Callable[[], object], device: torch.device) -> int:
+    """Bytes above the start, by the counters of CUDA's allocator, which are only read."""
     torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    start = torch.cuda.memory_allocated(device)
+    before = torch.cuda.memory_stats(device)
     fn()
     torch.cuda.synchronize(device)
-    return start, torch.cuda.max_memory_allocated(device) - start
+    after, name = torch.cuda.memory_stats(device), "allocated_bytes.all"
+    in_all = after[f"{name}.allocated"] - before[f"{name}.allocated"]
+    return int(min(in_all, after[f"{name}.peak"] - before[f"{name}.current"]))
 
 
 def held_bytes(*things: Any, device: DeviceLike = None) -> int:

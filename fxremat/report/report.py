@@ -307,6 +307,12 @@ class Report:
         return "\n".join([*lines, f"  seconds: {stages}"])
 
 
+def peak_table(report: Report) -> str:
+    """What is planned to be live at the peak of a graph."""
+    peak = f"graph {report.graph}: {format_bytes(report.counted_peak_bytes)} at the peak"
+    return "\n".join([peak, *_table("largest at the peak", report.at_peak)])
+
+
 def added_time(reports: Sequence[Report]) -> float:
     """The time that plans add to running every op once, as a fraction, for all graphs together."""
     time = sum(each.plan.time_us for each in reports)

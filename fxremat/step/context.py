@@ -102,7 +102,7 @@ def model_context(options: Options, device: torch.device) -> ModelContext:
     elif runs > 1:
         total += LOSS_BYTES
     at_all_times, gathered = _gathered(gathered, pipeline, runs)
-    if options.reserve is not None or device.type == "cuda":  # as all around, counted elsewhere
+    if device.type == "cuda":  # as all around, counted elsewhere
         gathered = NOTHING_GATHERED
     left, sharded = beside.left, any(map(_is_sharded, calls))
     total += at_all_times

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -101,9 +101,14 @@ class Graph:
             log.info("%s", report.summary())
         return CompiledVersion(compiled, report)
 
-    def request(self, around: int = 0, neighbours: int = 0) -> Request:
-        """What to ask for it, where so many bytes are held around it and by other graphs."""
-        return request_for(self.kept, self.inputs, self.options, around, neighbours)
+    def request(
+        self, around: int = 0, neighbours: int = 0, weights: Iterable[torch.Tensor] = ()
+    ) -> Request:
+        """What to ask for it, where so many bytes are held around it and by other graphs.
+
+        An optimizer may train the ``weights``; without any, the graph's own.
+        """
+        return request_for(self.inputs, self.options, around, neighbours, weights)
 
     def plan(self, request: Request) -> Report:
         """Planned for the request, and not compiled."""

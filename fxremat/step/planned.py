@@ -67,7 +67,7 @@ def plan_in_order(
     step.planners.update(enumerate(one.version for one in asked))
     limit = asked[0].request.budget.limit
     for _ in range(DRY_RUNS):
-        aim = None if limit is None else limit - asked[0].request.budget.autotune
+        aim = None if limit is None else asked[0].request.budget.for_step
         chosen = (0,) * len(parts) if aim is None else planner.fastest(step.step(), aim)
         if chosen is None:
             break
@@ -116,9 +116,9 @@ def _refused(step: StepDescription, request: Request) -> InfeasibleBudget:
     assert request.budget.limit is not None
     for _ in range(DRY_RUNS):
         chosen = planner.lowest(step.step())
-        least = step.step().peak_bytes(chosen) + request.budget.autotune
+        least = request.budget.least_for(step.step().peak_bytes(chosen))
         step.make_exact(chosen, least)
-        if step.step().peak_bytes(chosen) + request.budget.autotune <= least:
+        if request.budget.least_for(step.step().peak_bytes(chosen)) <= least:
             break
     return InfeasibleBudget(request.budget.limit, least)
 

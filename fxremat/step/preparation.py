@@ -24,7 +24,12 @@ from fxremat.compat.dynamo import (
 )
 from fxremat.compile import session
 from fxremat.compile.driver import total_bytes
-from fxremat.compile.request import device_of_inputs, unseen_bytes
+from fxremat.compile.request import (
+    device_of_inputs,
+    optimizers_of,
+    still_to_come,
+    unseen_bytes,
+)
 from fxremat.cost.cuda_scratch import allocate_cublas
 from fxremat.errors import InfeasibleBudget, NotTraceable
 from fxremat.options import Options, parse_options
@@ -90,10 +95,12 @@ _SHARED = (
 
 def _held_bytes(model: nn.Module, given: Any, options: Options, device: torch.device) -> int:
     """What lies beside the model and its inputs, by what is said, or what CUDA's allocator has."""
-    if options.reserve is not None or device.type != "cuda":
-        return options.reserve or 0
+    trained = optimizers_of(options, device, (), model.parameters())
+    coming = still_to_come(options, trained, device)
+    if device.type != "cuda":
+        return coming
     allocate_cublas(device)  # it would come later
-    return unseen_bytes(tensors_of(model, given), device)
+    return unseen_bytes(tensors_of(model, given), device) + coming
 
 
 def _check_budget(seen: StepDescription, options: Options) -> None:
@@ -101,10 +108,10 @@ def _check_budget(seen: StepDescription, options: Options) -> None:
     step, budget, request = seen.step(), options.memory_budget, seen.request
     if budget is None or request is None:
         return
-    tuning = request.budget.autotune
-    if planner.fastest(step, budget - tuning) is None:
+    asked = request.with_budget(limit=budget).budget
+    if planner.fastest(step, asked.for_step) is None:
         least = step.peak_bytes(planner.lowest(step))
-        raise InfeasibleBudget(budget, least + tuning)
+        raise InfeasibleBudget(budget, asked.least_for(least))
     outside = max(point.outside_bytes for point in step.points)
     log.info(
         "fxremat: %d graphs run %d times in a step; outside of them at most %s are live",

@@ -281,8 +281,7 @@ class GraphInStep:
     @property
     def budget_bytes(self) -> int:
         """What the runs may take together, with all that lives outside."""
-        assert self.request.budget.limit is not None
-        return self.request.budget.limit - self.request.budget.autotune
+        return self.request.budget.for_step
 
     def compiled_for(self, count: int) -> RunVersions:
         """The versions for so many runs; raises `InfeasibleBudget` with the least for as many."""
@@ -298,7 +297,7 @@ class GraphInStep:
                 compiled_before=bool(self.known),
             )
         elif not self.role.looked_at:
-            beside = self.request.with_budget(held=self.graph.options.reserve or 0)
+            beside = self.request.with_budget(held=self.request.budget.coming)
             described.parts[self.role.index] = self.graph.as_part(beside, count)
             self.role.looked_at = True
         self.taken.count, self.role.is_due = count, False
@@ -309,7 +308,8 @@ class GraphInStep:
 
     def _note_peak(self, told: int, found: RunVersions) -> None:
         """Say the peak of the step in the reports made since then, and in their files."""
-        for report in session.note_step_peak(told, found.step_peak_bytes):
+        peak = max(found.step_peak_bytes, self.request.budget.optimizer_step)
+        for report in session.note_step_peak(told, peak):
             if self.graph.options.report is not None:
                 write_report(self.graph.options.report, report)
 
@@ -493,18 +493,19 @@ class GraphInStep:
     ) -> InfeasibleBudget:
         """The error that names what one way to choose needs."""
         assert self.request.budget.limit is not None
-        tuning = self.request.budget.autotune
+        least_for = self.request.budget.least_for
         for _ in range(DRY_RUNS):
             chosen = choose(described.step())
             least = described.step().peak_bytes(chosen)
-            described.make_exact(chosen, least + tuning)
+            described.make_exact(chosen, least_for(least))
             if described.step().peak_bytes(chosen) <= least:
                 break
         taken = self._reserved(described, chosen)
         if taken is None:
-            return InfeasibleBudget(self.request.budget.limit, least + tuning)
+            return InfeasibleBudget(self.request.budget.limit, least_for(least))
         unused = max(0, taken.nbytes - described.step().peak_bytes(chosen))
-        return InfeasibleBudget(self.request.budget.limit, taken.nbytes + tuning, (), unused)
+        needed = least_for(taken.nbytes)
+        return InfeasibleBudget(self.request.budget.limit, needed, (), unused)
 
     def plan_version(self, offer: Offer, limit_bytes: int) -> Report:
         """The graph planned as a version, outside of what is compiled now."""

@@ -54,7 +54,7 @@ class Offer:
         if request.budget.limit is None:
             return request
         held = request.budget.limit - request.budget.autotune - self.peak_bytes
-        return request.with_budget(held=held, between=self.between_bytes)
+        return request.with_budget(held=held, between=self.between_bytes, optimizer_step=0)
 
     def as_counted(self, report: Report | None) -> Offer:
         """The offer with what the version really takes."""

@@ -244,11 +244,12 @@ class _Fitting:
 
         The states of the optimizer are held beside it.
         """
-        parsed = parse_options(self.options, device_total_bytes=total_bytes(_HOST))
+        options = {**self.options, "optimizer": "none"}  # those of ``held`` count
+        parsed = parse_options(options, device_total_bytes=total_bytes(_HOST))
 
         def backend(gm: fx.GraphModule, given: Sequence[Any]) -> Callable[..., Any]:
             regions = checkpointed_regions(gm)
-            request = request_for(gm, given, parsed)
+            request = request_for(given, parsed)
             if request.budget.limit is None:
                 raise InvalidOption("memory_budget", None, "a number of bytes to fit into")
             held_bytes = request.budget.held + held.states

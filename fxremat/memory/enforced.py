@@ -1,0 +1,125 @@
+"""``enforce=True``: the budget is the most that CUDA's allocator takes from the device.
+
+What would take more ends with torch's `OutOfMemoryError`, whoever asks for it. If a compiled graph
+does, the error says what was planned to be there when most is.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fxremat.compat.backward import (
+    autograd_position,
+    node_of_forward,
+    when_backward_begins,
+    when_backward_ends,
+    when_backward_fails,
+)
+from fxremat.sizes import format_bytes
+
+Call = Callable[..., Any]
+
+
+def enforced(call: Call, device: torch.device, limit: int, planned: Callable[[], str]) -> Call:
+    """The same as ``call``, which runs a compiled graph, under a cap of ``limit`` bytes.
+
+    The cap lasts as long as what is returned. ``planned`` tells what the graph's plan holds.
+    """
+    running = _Running(limit, planned)
+
+    def run(*args: Any) -> Any:
+        before = autograd_position()
+        try:
+            results = call(*args)
+        except torch.OutOfMemoryError as error:
+            running.explain(error)
+            raise
+        node = node_of_forward(results, before)
+        if node is not None:
+            when_backward_begins(node, running.begin)
+            when_backward_ends(node, running.end)
+        return results
+
+    marks = ("_torchdynamo", "__wrapped__")  # by these Dynamo finds the function below a wrapper
+    own = getattr(call, "__dict__", {})
+    vars(run).update({name: own[name] for name in own if not name.startswith(marks)})
+    when_backward_fails(_explain)
+    hold_cap(device, limit, run)
+    return run
+
+
+@dataclass(eq=False)
+class _Running:
+    """A graph whose backward may be running."""
+
+    limit: int
+    planned: Callable[[], str]
+
+    def begin(self) -> None:
+        _IN_BACKWARD.append(self)
+
+    def end(self) -> None:
+        _IN_BACKWARD[:] = [one for one in _IN_BACKWARD if one is not self]
+
+    def explain(self, error: BaseException) -> None:
+        """Say in the error what the plan holds."""
+        message = (
+            f"{error}\nThe allocator was held to the memory budget of {format_bytes(self.limit)}, "
+            f"because of enforce=True. {self.planned()}\nWhat to do: code beside the compiled "
+            "graphs may hold more than was counted: say so with the options reserve and optimizer; "
+            "or set a larger memory_budget."
+        )
+        error.args = (message,)
+
+
+_IN_BACKWARD: list[_Running] = []
+
+
+def _explain(error: BaseException) -> None:
+    """A backward has ended with this error."""
+    running, _IN_BACKWARD[:] = _IN_BACKWARD[:], []
+    if running and isinstance(error, torch.OutOfMemoryError):
+        running[-1].explain(error)
+
+
+# --- the cap ---------------------------------------------------------------------------------
+
+
+@dataclass
+class _Caps:
+    """The caps of a device, by who holds them, and the part of it that was allowed before."""
+
+    fraction: float
+    limits: dict[int, int] = field(default_factory=dict)
+
+    def apply(self, device: torch.device) -> None:
+        """Allow the least that is asked for, and what was allowed before if nothing is."""
+        total = torch.cuda.get_device_properties(device).total_memory
+        parts = [limit / total for limit in self.limits.values()]
+        torch.cuda.set_per_process_memory_fraction(min([*parts, self.fraction]), device)
+
+
+_CAPS: dict[torch.device, _Caps] = {}
+
+
+def hold_cap(device: torch.device, limit: int, holder: object) -> None:
+    """Let the allocator take at most so many bytes of the device, as long as ``holder`` lives."""
+    if device not in _CAPS:
+        _CAPS[device] = _Caps(torch.cuda.get_per_process_memory_fraction(device))
+    caps, key = _CAPS[device], id(holder)
+    caps.limits[key] = limit
+    caps.apply(device)
+    weakref.finalize(holder, _release, device, key).atexit = False
+
+
+def _release(device: torch.device, key: int) -> None:
+    caps = _CAPS[device]
+    del caps.limits[key]
+    caps.apply(device)
+    if not caps.limits:
+        del _CAPS[device]
