@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 import pytest
 from hypothesis import given, settings
@@ -14,7 +13,9 @@ from fxremat.core.check_addresses import BadPlacement, check_layout
 from fxremat.core.events import Allocate, Event, Free, Given, RunEvents
 from fxremat.core.layout import CodeBuffer, HalfLayout, RunLayout, StepLayout
 from fxremat.core.step import Order, first_first, last_first
+from fxremat.memory.allocator.caching import replay
 from fxremat.memory.layout import ALIGNMENT_BYTES, Arranged, arrange
+from fxremat.sizes import GIB, MIB
 
 DEVICES = tuple(ALIGNMENT_BYTES)
 
@@ -143,22 +144,29 @@ def test_the_total_on_a_cpu_stays_within_the_peak(step: tuple[list[RunEvents], O
 
 @settings(deadline=None)
 @given(steps())
-def test_on_a_gpu_all_is_placed_whose_end_is_known(step: tuple[list[RunEvents], Order]) -> None:
+def test_reserved_on_a_gpu_are_the_arena_and_the_pool(step: tuple[list[RunEvents], Order]) -> None:
+    """What lies outside is replayed in two steps, after the first segment of the pool."""
     runs, order = step
     arranged = arrange(runs, order, "cuda")
-    ran = {(run, phase) for run, phase in order}
-    for number, (run, placed) in enumerate(zip(runs, arranged.placed, strict=True)):
-        sizes = run.sizes()
-        given_away = {*run.results, *(one.gradient for one in run.inputs if one.own)}
-        halves: tuple[tuple[Literal["forward", "backward"], tuple[CodeBuffer, ...]], ...] = (
-            ("forward", run.forward_buffers),
-            ("backward", run.backward_buffers),
-        )
-        for phase, buffers in halves:
-            for buffer in buffers:
-                assert buffer.block is not None
-                known = buffer.block not in given_away and sizes[buffer.block] > 0
-                assert (buffer.block in placed) == (known and (number, phase) in ran)
+    events: list[Event] = []
+    if arranged.layout.pool_bytes:
+        events += [Allocate("first", arranged.layout.pool_bytes), Free("first")]
+    for number in range(2):
+        alive = dict[str, None]()
+        for run, phase in order:
+            one = arranged.outside(runs)[run]
+            incoming = [Allocate(*pair) for pair in one.incoming] if phase == "backward" else []
+            for event in (*incoming, *(one.forward if phase == "forward" else one.backward)):
+                assert isinstance(event, (Allocate, Free))
+                name = f"{number} {run} {event.name}"
+                events.append(replace(event, name=name))
+                if isinstance(event, Allocate):
+                    alive[name] = None
+                else:
+                    del alive[name]
+        events += map(Free, alive)
+    pool = replay(events).peak_reserved_bytes
+    assert arranged.reserved_bytes == arranged.layout.arena_bytes + pool
 
 
 @settings(deadline=None)
@@ -176,11 +184,17 @@ def test_what_outlives_a_half_is_marked(step: tuple[list[RunEvents], Order], dev
 
 SAVES = replace(
     a_run(
-        [Allocate("a", 1024), Allocate("saved", 512), Free("a"), Allocate("loss", 4)],
-        [Allocate("b", 1024), Allocate("grad", 512), Free("b"), Free("saved"), Allocate("dx", 8)],
-        *("a", "saved", "loss", "b", "grad", "dx"),
+        [Allocate("a", 2 * GIB), Allocate("saved", GIB), Free("a"), Allocate("loss", 4)],
+        [
+            Allocate("b", 2 * GIB),
+            Allocate("grad", GIB),
+            Free("b"),
+            Free("saved"),
+            Allocate("x", 8),
+        ],
+        *("a", "saved", "loss", "b", "grad", "x"),
     ),
-    inputs=(Given(512, gradient="grad"), Given(8, own=True, gradient="dx")),
+    inputs=(Given(GIB, gradient="grad"), Given(8, own=True, gradient="x")),
     results=("loss",),
     incoming=(("tangent", 4),),
 )
@@ -193,7 +207,7 @@ def offsets(arranged: Arranged) -> list[tuple[tuple[int | None, ...], tuple[int 
 def test_one_run() -> None:
     """``b`` takes the place of ``a``; the loss and the gradient of a batch lie outside."""
     arranged = arrange([SAVES], last_first(1), "cuda")
-    assert arranged.layout.arena_bytes == 2048
+    assert arranged.layout.arena_bytes == 4 * GIB
     [(forward, backward)] = offsets(arranged)
     assert forward[2] is None
     assert backward[2] is None
@@ -201,15 +215,15 @@ def test_one_run() -> None:
     [mine] = arranged.layout.runs
     assert mine.forward.outlive == mine.backward.outlive == frozenset({1})
     [outside] = arranged.outside([SAVES])
-    assert [*outside.forward, *outside.backward] == [Allocate("loss", 4), Allocate("dx", 8)]
-    assert [one.gradient for one in outside.inputs] == [None, "dx"]
+    assert [*outside.forward, *outside.backward] == [Allocate("loss", 4), Allocate("x", 8)]
+    assert [one.gradient for one in outside.inputs] == [None, "x"]
 
 
 def test_two_runs_share_the_arena() -> None:
     """Two values are saved and two gradients stay; there is room for one temporary only."""
     arranged = arrange([SAVES, SAVES], last_first(2), "cuda")
     check_layout([SAVES, SAVES], last_first(2), arranged.layout, 512)
-    assert arranged.layout.arena_bytes == 1024 + 3 * 512
+    assert arranged.layout.arena_bytes == 5 * GIB
     saved = [one.forward.offsets[1] for one in arranged.layout.runs]
     assert saved[0] != saved[1]
 
@@ -238,6 +252,25 @@ def test_blocks_of_other_devices_are_not_placed() -> None:
     assert arranged.layout.arena_bytes == 0
 
 
+def test_all_is_placed_where_the_peaks_are_together() -> None:
+    """On a GPU, too, what lies outside is counted: here it needs nothing in addition."""
+    events = [Allocate("a", 64 * MIB), Allocate("b", 32 * MIB), Allocate("its", 32 * MIB)]
+    run = a_run([*events, Free("its"), Free("b"), Free("a")], [], "a", "b")
+    arranged = arrange([run], last_first(1), "cuda")
+    assert arranged.placed == (frozenset({"a", "b"}),)
+    assert arranged.reserved_bytes == 128 * MIB
+
+
+def test_a_part_of_the_peak_lies_outside_where_the_peaks_are_apart() -> None:
+    """The library needs 32 MiB when the arena has them free: something lies where that will lie."""
+    events: list[Event] = [Allocate("a", 64 * MIB), Allocate("b", 32 * MIB), Free("b"), Free("a")]
+    events += [Allocate("its", 32 * MIB), Free("its")]
+    run = a_run(events, [], "a", "b")
+    arranged = arrange([run], last_first(1), "cuda")
+    assert arranged.placed != (frozenset({"a", "b"}),)
+    assert arranged.reserved_bytes == 96 * MIB
+
+
 def test_nothing_is_placed_on_a_cpu_where_that_costs_bytes() -> None:
     """The library needs its bytes when the code needs none: the arena would be in addition."""
     run = a_run([Allocate("a", 640), Free("a"), Allocate("b", 640), Free("b")], [], "a")
@@ -261,7 +294,7 @@ def test_names_are_unique() -> None:
 # -- the verifier ----------------------------------------------------------------------------
 
 
-def laid_out(*places: int | None, arena_bytes: int = 4096) -> StepLayout:
+def laid_out(*places: int | None, arena_bytes: int = 4 * GIB) -> StepLayout:
     """``SAVES`` with its forward at these places."""
     half = HalfLayout(SAVES.forward_buffers, places)
     return StepLayout(
@@ -272,11 +305,11 @@ def laid_out(*places: int | None, arena_bytes: int = 4096) -> StepLayout:
 @pytest.mark.parametrize(
     ("layout", "kind"),
     [
-        (laid_out(0, 512, None), "overlap"),
-        (laid_out(0, 1000, None), "not aligned"),
-        (laid_out(-512, 1024, None), "below the arena"),
-        (laid_out(0, 1024, None, arena_bytes=1500), "beyond the arena"),
-        (laid_out(0, 1024, 2048), "not its own"),
+        (laid_out(0, GIB, None), "overlap"),
+        (laid_out(0, 2 * GIB + 1, None), "not aligned"),
+        (laid_out(-512, 2 * GIB, None), "below the arena"),
+        (laid_out(0, 2 * GIB, None, arena_bytes=3 * GIB - 1), "beyond the arena"),
+        (laid_out(0, 2 * GIB, 3 * GIB), "not its own"),
     ],
 )
 def test_verifier_rejects(layout: StepLayout, kind: str) -> None:
@@ -286,10 +319,10 @@ def test_verifier_rejects(layout: StepLayout, kind: str) -> None:
 
 
 def test_verifier_accepts() -> None:
-    check_layout([SAVES], last_first(1), laid_out(0, 1024, None), 512)
+    check_layout([SAVES], last_first(1), laid_out(0, 2 * GIB, None), 512)
 
 
 def test_verifier_sees_what_another_run_saves() -> None:
-    one = laid_out(0, 1024, None).runs[0]
+    one = laid_out(0, 2 * GIB, None).runs[0]
     with pytest.raises(BadPlacement, match="run 1 places it over what run 0 has"):
-        check_layout([SAVES, SAVES], last_first(2), StepLayout((one, one), 4096), 512)
+        check_layout([SAVES, SAVES], last_first(2), StepLayout((one, one), 4 * GIB), 512)

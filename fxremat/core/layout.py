@@ -42,8 +42,8 @@ def extent(size: Sequence[int], stride: Sequence[int]) -> int:
 class HalfLayout:
     """The offset in the arena of each call of one half, in order; None: allocated outside of it.
 
-    ``outlive`` are the places of those calls whose buffers are alive when the half has ended: what
-    a forward saves, and gradients.
+    ``outlive`` are the places of those calls whose buffers lie in the arena and are alive when the
+    half has ended: what a forward saves, and gradients.
     """
 
     buffers: tuple[CodeBuffer, ...] = ()
@@ -61,11 +61,19 @@ class RunLayout:
 
 @dataclass(frozen=True)
 class StepLayout:
-    """The layouts of all runs of a step in one arena of ``arena_bytes``, in the order of runs."""
+    """The layouts of all runs of a step in one arena of ``arena_bytes``, in the order of runs.
+
+    What lies outside of it on a GPU has a private pool. ``pool_bytes`` are asked for there, and
+    freed, before anything else: the pool divides that segment as it goes.
+    """
 
     runs: tuple[RunLayout, ...] = ()
     arena_bytes: int = 0
+<<<<<<< HEAD
 
 
 NOWHERE = StepLayout()
 """No run has places."""
+=======
+    pool_bytes: int = 0
+>>>>>>> w-layout

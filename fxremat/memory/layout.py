@@ -10,22 +10,28 @@ All runs of a step share one arena. Time is the sequence of their events:
 Outside of the arena lie what library calls return and their scratch, results that the caller gets,
 and gradients of inputs that are no parameters: nobody knows how long these live.
 
-The arena is held for the whole step. What lies outside comes in addition, at its own peak. On a
-GPU all that may be placed is, as fragmentation outside costs more. On a CPU nothing is fragmented
-outside, so a buffer is placed only where the total stays within the peak of what is alive.
+The arena is held for the whole step. What lies outside comes in addition, at its own peak: on a
+GPU in a private pool, whose first segment is chosen by replay, and what is least in all is taken.
+On a CPU nothing is fragmented outside, and so much is placed that the total stays within the peak
+of what is alive.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from fxremat.core.addresses import Buffer
+from fxremat.core.addresses import Buffer, Placement
+from fxremat.core.constants import FIRST_SEGMENTS, LITTLE_UNUSED
 from fxremat.core.events import Allocate, Event, Free, RunEvents
 from fxremat.core.layout import CodeBuffer, HalfLayout, RunLayout, StepLayout
 from fxremat.core.step import Order
+from fxremat.memory.allocator.caching import replay
+from fxremat.memory.allocator.rules import SEGMENT_STEP_BYTES, SMALL_SEGMENT_BYTES, round_up
+from fxremat.memory.allocator.settings import AllocatorSettings
+from fxremat.planner import constants
 from fxremat.planner.addresses import place
-from fxremat.planner.partial_arena import place_within_peak
+from fxremat.planner.partial_arena import PartialArena
 
 Block = tuple[int, str]
 """The number of a run, and the name of one of its blocks."""
@@ -37,10 +43,14 @@ of c10/core/alignment.h. Inductor's kernels rely on less: Triton's on 16 bytes."
 
 @dataclass(frozen=True)
 class Arranged:
-    """The layout of a step, and the names of the blocks of each run that are placed."""
+    """The layout of a step, and the names of the blocks of each run that are placed.
+
+    ``reserved_bytes`` are those of the arena and the private pool on a GPU.
+    """
 
     layout: StepLayout
     placed: tuple[frozenset[str], ...]
+    reserved_bytes: int = 0
 
     def outside(self, runs: Sequence[RunEvents]) -> tuple[RunEvents, ...]:
         """What remains of the runs for the allocator: their events without what is placed."""
@@ -63,27 +73,88 @@ def without(events: Sequence[Event], names: Collection[str]) -> tuple[Event, ...
     return tuple(e for e in events if not (isinstance(e, (Allocate, Free)) and e.name in names))
 
 
-def arrange(runs: Sequence[RunEvents], order: Order, device: str) -> Arranged:
+def arrange(
+    runs: Sequence[RunEvents],
+    order: Order,
+    device: str,
+    *,
+    settings: AllocatorSettings | None = None,
+    thorough: bool = False,
+) -> Arranged:
     """Places what the code of these runs asks for, where they go forward and backward in order.
 
-    ``device`` is its type, such as "cuda". What never runs is not placed.
+    ``device`` is its type, such as "cuda"; there a private pool with these ``settings`` has what
+    lies outside. What never runs is not placed. ``thorough`` takes longer, and leaves less unused.
     """
     lives = _lives(runs, order, ALIGNMENT_BYTES[device])
     own = {(run, name) for run, one in enumerate(runs) for name in may_be_placed(one)}
     placeable = {block: life for block, life in lives.items() if block in own and life.size_bytes}
+    rest = [life for block, life in lives.items() if block not in placeable]
+    buffers = [*placeable.values()]
+
+    def arranged(placement: Placement) -> Arranged:
+        found = placement.offset_bytes
+        offsets = {block: found[one.name] for block, one in placeable.items() if one.name in found}
+        layouts = tuple(_run_layout(run, one, offsets) for run, one in enumerate(runs))
+        names = (frozenset(name for k, name in offsets if k == run) for run in range(len(runs)))
+        return Arranged(StepLayout(layouts, placement.arena_bytes), tuple(names))
+
     if device == "cpu":
-        rest = [life for block, life in lives.items() if block not in placeable]
-        placement = place_within_peak([*placeable.values()], rest)
-    else:
-        placement = place([*placeable.values()])
-    offsets = {
-        block: placement.offset_bytes[life.name]
-        for block, life in placeable.items()
-        if life.name in placement.offset_bytes
-    }
-    layouts = tuple(_run_layout(run, one, offsets) for run, one in enumerate(runs))
-    names = (frozenset(name for k, name in offsets if k == run) for run in range(len(runs)))
-    return Arranged(StepLayout(layouts, placement.arena_bytes), tuple(names))
+        return arranged(_within_peak(PartialArena(buffers, rest, 1), thorough))
+    arena, best = PartialArena(buffers, rest, ALIGNMENT_BYTES[device]), list[Arranged]()
+    for placement in _placements(arena, thorough):
+        one = arranged(placement)
+        outside = [*_named(in_sequence(one.outside(runs), order))]
+        segment, reserved = least_pool(outside, settings)
+        layout = replace(one.layout, pool_bytes=segment)
+        best.append(replace(one, layout=layout, reserved_bytes=layout.arena_bytes + reserved))
+        if best[-1].reserved_bytes <= (1 + LITTLE_UNUSED) * arena.peak_bytes + SMALL_SEGMENT_BYTES:
+            break
+    return min(best, key=lambda one: one.reserved_bytes)
+
+
+def _placements(arena: PartialArena, thorough: bool) -> Iterator[Placement]:
+    """All in the arena, then with larger and larger parts of the peak kept outside."""
+    repairs = constants.REPAIRS if thorough else 0
+    yield place(arena.buffers, repairs=repairs)
+    for part in constants.PARTS_OUTSIDE:
+        yield arena.place(part, repairs)
+
+
+def _within_peak(arena: PartialArena, thorough: bool) -> Placement:
+    """As much as keeps the arena and all outside of it within the peak of what is alive."""
+    for placement in _placements(arena, thorough):
+        if arena.total_bytes(placement) <= arena.peak_bytes:
+            return placement
+    return Placement({}, 0)
+
+
+def least_pool(
+    events: Sequence[Event], settings: AllocatorSettings | None = None
+) -> tuple[int, int]:
+    """The first segment of a private pool, 0 for none, and what it reserves, with the least.
+
+    Two steps of these events are replayed, at whose ends all is freed.
+    """
+    left = dict.fromkeys(event.name for event in events if isinstance(event, Allocate))
+    for event in events:
+        if isinstance(event, Free):
+            del left[event.name]
+    step = [*events, *map(Free, left)]
+    usage = replay([*step, *step], settings)
+    best = usage.peak_reserved_bytes, 0
+    for factor in FIRST_SEGMENTS if step else ():
+        segment = round_up(int(factor * usage.peak_allocated_bytes), SEGMENT_STEP_BYTES)
+        first = (Allocate("first", segment), Free("first"))
+        best = min(best, (replay([*first, *step, *step], settings).peak_reserved_bytes, segment))
+    return best[1], best[0]
+
+
+def _named(events: Iterable[tuple[int, Event]]) -> Iterator[Event]:
+    """The events, with names that no two runs share."""
+    for run, event in events:
+        if isinstance(event, (Allocate, Free)):
+            yield replace(event, name=f"{run}:{event.name}")
 
 
 def may_be_placed(run: RunEvents) -> frozenset[str]:

@@ -14,6 +14,7 @@ and Gross, 1965). There are no more sections than buffers, however long the step
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,9 +27,13 @@ from fxremat.core.addresses import Buffer, Placement
 from fxremat.planner import constants
 from fxremat.planner.deadline import Deadline
 
+Ints = npt.NDArray[np.int64]
 
-def place(buffers: Sequence[Buffer], *, time_limit_s: float | None = None) -> Placement:
-    """Offsets in the smallest arena that the greedy orders give.
+
+def place(
+    buffers: Sequence[Buffer], *, repairs: int = 0, time_limit_s: float | None = None
+) -> Placement:
+    """Offsets in the smallest arena that the greedy orders give, and so many repairs of the best.
 
     Parts of time across which nothing is alive are placed alone, all from offset 0. The same
     buffers give the same placement, unless the time limit in seconds leaves orders out. Raises
@@ -37,7 +42,7 @@ def place(buffers: Sequence[Buffer], *, time_limit_s: float | None = None) -> Pl
     deadline = Deadline(time_limit_s)
     drafts = drafts_of(buffers)
     goal = max((draft.sections.least_bytes for draft in drafts), default=0)
-    return placement(buffers, [draft.by_greedy(goal, deadline) for draft in drafts])
+    return placement(buffers, [draft.by_greedy(goal, deadline, repairs) for draft in drafts])
 
 
 def drafts_of(buffers: Sequence[Buffer]) -> list[Draft]:
@@ -49,18 +54,19 @@ def drafts_of(buffers: Sequence[Buffer]) -> list[Draft]:
 
 def placement(buffers: Sequence[Buffer], drafts: Sequence[Draft]) -> Placement:
     """The placement that the drafts of all parts make; buffers without bytes lie at 0."""
-    offset_bytes = {buffer.name: 0 for buffer in buffers}
+    offset_bytes = {buffer.name: 0 for buffer in buffers if not buffer.size_bytes}
     for draft in drafts:
-        offset_bytes.update(zip(draft.sections.names, draft.offsets, strict=True))
+        pairs = zip(draft.sections.names, draft.offsets, strict=True)
+        offset_bytes.update((name, offset) for name, offset in pairs if offset is not None)
     return Placement(offset_bytes, max((draft.arena_bytes for draft in drafts), default=0))
 
 
 @dataclass(frozen=True)
 class Draft:
-    """The best offsets of a part of time so far, in bytes."""
+    """The best offsets of a part of time so far, in bytes; None for what lies outside."""
 
     sections: Sections
-    offsets: tuple[int, ...]
+    offsets: tuple[int | None, ...]
     arena_bytes: int
 
     @staticmethod
@@ -72,24 +78,99 @@ class Draft:
             top = offsets[-1] + size
         return Draft(sections, tuple(offsets), top)
 
-    def or_better(self, offsets: Sequence[int]) -> Draft:
+    def or_better(self, offsets: Sequence[int | None]) -> Draft:
         """This, or these offsets if their arena is smaller."""
-        tops = map(sum, zip(offsets, self.sections.size, strict=True))
-        arena_bytes = max(tops, default=0)
+        arena_bytes = arena_of(self.sections, offsets)
         if arena_bytes >= self.arena_bytes:
             return self
         return Draft(self.sections, tuple(offsets), arena_bytes)
 
-    def by_greedy(self, goal: int, deadline: Deadline) -> Draft:
-        """The best of the greedy orders; the first that reaches the goal is enough."""
-        best = self
+    def by_greedy(
+        self, goal: int, deadline: Deadline, repairs: int = 0, outside: Outside | None = None
+    ) -> Draft:
+        """The best of the greedy orders and repairs; the first that reaches the goal is enough."""
+        best, tried = self, list[_Tried]()
         rounds = max(1, constants.ADDRESS_BUFFERS // len(self.offsets))
         ways = list(product(orders(self.sections).values(), (False, True)))
         for order, best_fit in ways[:rounds]:
             if best.arena_bytes <= goal or not deadline.running():
+                return best
+            tried.append(_Tried.put(self.sections, order, best_fit, outside))
+            best = best.or_better(tried[-1].offsets)
+        tried = sorted(tried, key=lambda one: one.arena_bytes)[: constants.REPAIRED_ORDERS]
+        chance = random.Random(0)
+        for turn in range(repairs):
+            if best.arena_bytes <= goal or not deadline.running():
                 break
-            best = best.or_better(place_in_order(self.sections, order, best_fit))
+            at = turn % len(tried)
+            repaired = tried[at].repaired(goal, chance)
+            if repaired.arena_bytes <= tried[at].arena_bytes:
+                tried[at] = repaired
+            best = best.or_better(repaired.offsets)
         return best
+
+
+@dataclass(frozen=True)
+class Outside:
+    """Memory beside an arena that takes what would reach above the arena's goal.
+
+    It has ``room_bytes``. ``live_bytes`` are there in each section anyhow, among them the buffers
+    ``kept`` outside. ``size`` is what each buffer takes there.
+    """
+
+    goal_bytes: int
+    room_bytes: int
+    live_bytes: Ints
+    kept: frozenset[int]
+    size: Sequence[int]
+
+    def takes(self, live: Ints, index: int, span: slice) -> bool:
+        """Whether the buffer has room in these sections, where so much is live; it is put there."""
+        if int(live[span].max()) + self.size[index] > self.room_bytes:
+            return False
+        live[span] += self.size[index]
+        return True
+
+
+@dataclass(frozen=True)
+class _Tried:
+    """What an order gives, the gap being the smallest that fits or the lowest."""
+
+    sections: Sections
+    order: list[int]
+    best_fit: bool
+    outside: Outside | None
+    offsets: list[int | None]
+    arena_bytes: int
+
+    @staticmethod
+    def put(
+        sections: Sections, order: list[int], best_fit: bool, outside: Outside | None
+    ) -> _Tried:
+        """Place in this order."""
+        offsets = place_in_order(sections, order, best_fit, outside)
+        arena_bytes = arena_of(sections, offsets)
+        return _Tried(sections, order, best_fit, outside, offsets, arena_bytes)
+
+    def repaired(self, goal: int, chance: random.Random) -> _Tried:
+        """The same with the buffers that reach above the goal earlier in the order.
+
+        They come first of all, or anywhere before their place: squeaky wheel optimization (Joslin
+        and Clements, 1999).
+        """
+        place_of = {index: float(place) for place, index in enumerate(self.order)}
+        until = chance.choice((0.0, 0.5, 1.0))
+        for index, offset in enumerate(self.offsets):
+            if offset is not None and offset + self.sections.size[index] > goal:
+                place_of[index] = place_of[index] * chance.uniform(0, until) - 0.5
+        order = sorted(self.order, key=lambda index: place_of[index])
+        return _Tried.put(self.sections, order, self.best_fit, self.outside)
+
+
+def arena_of(sections: Sections, offsets: Sequence[int | None]) -> int:
+    """The bytes up to the highest top."""
+    pairs = zip(offsets, sections.size, strict=True)
+    return max((offset + size for offset, size in pairs if offset is not None), default=0)
 
 
 @dataclass(frozen=True)
@@ -167,18 +248,31 @@ def in_sections(buffers: Sequence[Buffer]) -> Sections:
     )
 
 
-Ints = npt.NDArray[np.int64]
+def place_in_order(
+    sections: Sections, order: Sequence[int], best_fit: bool, outside: Outside | None = None
+) -> list[int | None]:
+    """The offset of every buffer, in bytes; the gap is the smallest that fits, or the lowest.
 
-
-def place_in_order(sections: Sections, order: Sequence[int], best_fit: bool) -> list[int]:
-    """The offset of every buffer, in bytes; the gap is the smallest that fits, or the lowest."""
-    placed = Placed(len(order))
-    offsets = [0] * len(order)
+    None for those that lie outside.
+    """
+    placed = _Placed(len(order))
+    offsets: list[int | None] = [None] * len(order)
+    live = None if outside is None else outside.live_bytes.copy()
     for index in order:
+        if outside is not None and index in outside.kept:
+            continue
         begin, end = sections.begin[index], sections.end[index]
         size, alignment = sections.size[index], sections.alignment[index]
-        offsets[index] = placed.gap_for(begin, end, size, alignment, best_fit)
-        placed.insert(begin, end, offsets[index], offsets[index] + size)
+        offset = placed.gap_for(begin, end, size, alignment, best_fit)
+        if (
+            outside is not None
+            and live is not None
+            and offset + size > outside.goal_bytes
+            and outside.takes(live, index, slice(begin, end))
+        ):
+            continue
+        offsets[index] = offset
+        placed.insert(begin, end, offset, offset + size)
     return offsets
 
 
@@ -192,11 +286,11 @@ def orders(sections: Sections) -> dict[str, list[int]]:
     crowd = _contention(sections)
     indices = range(len(size))
     return {
+        "contention and size": sorted(indices, key=lambda i: (-crowd[i], -size[i], i)),
+        "contention": sorted(indices, key=lambda i: (-crowd[i], -span[i], -size[i], i)),
         "size": sorted(indices, key=lambda i: (-size[i], -span[i], i)),
         "area": sorted(indices, key=lambda i: (-size[i] * span[i], i)),
         "lifetime": sorted(indices, key=lambda i: (-span[i], -size[i], i)),
-        "contention": sorted(indices, key=lambda i: (-crowd[i], -span[i], -size[i], i)),
-        "contention and size": sorted(indices, key=lambda i: (-crowd[i], -size[i], i)),
     }
 
 
@@ -216,7 +310,7 @@ def _contention(sections: Sections) -> list[int]:
     return most
 
 
-class Placed:
+class _Placed:
     """Buffers that have an offset, in the order of their offsets."""
 
     def __init__(self, most: int) -> None:

@@ -1,108 +1,144 @@
-"""An arena for a part of the buffers, where the allocator that takes the rest leaves no gaps.
+"""An arena for a part of the buffers; the rest lies with what others allocate outside of it.
 
-An arena is held all the time, so what lies outside of it adds its own peak, and each gap in it at
-the peak adds bytes. On a CPU, where what is freed is gone, total bytes are to stay within the peak
-of what is alive. Then the buffers that are alive at the peak have to fill the arena, and what is
-outside of it may at no step be more than at that one. Both hold if nothing is placed.
+An arena is held all the time, so what lies outside adds its own peak, wherever that is. Where much
+is outside at other times than at the peak of all, some of what is alive at the peak is better kept
+outside, too: then the arena is smaller by as much, and the memory outside is used at both times.
+
+    arena    ▁▃▅▇██▅▃▁▁▁      arena    ▁▃▅▆▆▆▅▃▁▁▁
+    outside  ▁▁▁▁▁▁▁▂▃▃▁      outside  ▁▁▁▁▃▃▁▂▃▃▁     less in all
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import replace
-from itertools import product
+import sys
+from collections.abc import Iterable, Sequence, Set
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
-from fxremat.core.addresses import Buffer, Placement, live_peak
+from fxremat.core.addresses import Buffer, Placement
 from fxremat.planner import constants
-from fxremat.planner.addresses import Placed, in_sections, orders, place
+from fxremat.planner.addresses import Draft, Ints, Outside, Sections, in_sections, placement
+from fxremat.planner.deadline import Deadline
 
 
-def place_within_peak(buffers: Sequence[Buffer], others: Sequence[Buffer]) -> Placement:
-    """Offsets of as many of the buffers as may lie in an arena that is held all the time.
+@dataclass(frozen=True)
+class PartialArena:
+    """Buffers that may lie in an arena, and the ``others``, which do not.
 
-    The arena and, at each step, what is not placed and the ``others`` are together at most the
-    peak of all that is alive. Where not everything can be placed, larger and larger parts of what
-    is alive at the peak are left out. The placement does not name what is left out. Sizes outside
-    of the arena are not padded.
+    Outside of the arena sizes are rounded up to multiples of ``unit_bytes``. Names are unique.
     """
-    fixed = [replace(one, alignment_bytes=1) for one in others]
-    everything = sorted([*buffers, *fixed], key=lambda one: (one.begin, one.end, one.name))
-    solid = [one for one in everything if one.size_bytes]
-    peak = live_peak(replace(one, alignment_bytes=1) for one in solid)
-    all_placed = place(buffers)
-    if all_placed.arena_bytes + live_peak(fixed) <= peak:
-        return all_placed
-    arena = _WithinPeak(solid, {one.name for one in fixed}, peak)
-    for part in constants.PARTS_OUTSIDE:
-        found = arena.with_outside(part)
-        if found is not None:
-            return found
-    return Placement({}, 0)
 
+    buffers: Sequence[Buffer]
+    others: Sequence[Buffer]
+    unit_bytes: int
 
-class _WithinPeak:
-    """Buffers in an arena or beside it; ``fixed`` are the names of those that cannot lie in it."""
+    @cached_property
+    def peak_bytes(self) -> int:
+        """The most that is alive at one step, were all of it outside."""
+        return int(self._live_of(range(len(self._all))).max(initial=0))
 
-    def __init__(self, buffers: Sequence[Buffer], fixed: Collection[str], peak: int) -> None:
-        self.sections, self.peak = in_sections(buffers), peak
-        self.bytes = [one.size_bytes for one in buffers]
-        self.is_fixed = [one.name in fixed for one in buffers]
-        self.outside = np.zeros(self.sections.count, dtype=np.int64)
-        live = np.zeros(self.sections.count, dtype=np.int64)
-        for index, size in enumerate(self.bytes):
-            live[self._span(index)] += size
-            self.outside[self._span(index)] += size * self.is_fixed[index]
-        self.at_peak = int(np.argmax(live))
+    def total_bytes(self, placement: Placement) -> int:
+        """The arena, and the most that is alive outside of it."""
+        found = placement.offset_bytes
+        outside = (k for k, one in enumerate(self._all) if one.name not in found)
+        return placement.arena_bytes + int(self._live_of(outside).max(initial=0))
 
-    def with_outside(self, part: float) -> Placement | None:
-        """With more than this part of the peak outside: of what is alive then.
+    def place(self, part: float, repairs: int = 0) -> Placement:
+        """With this part of the peak outside, or so much more that the others have room there.
 
-        First come sizes that are no multiples of the alignment, then what is not there when much
-        is outside anyhow. That others need their own peak is no part of it.
+        What fits neither the arena nor the room outside makes the arena larger; if it is alive at
+        the peak, it is kept outside next time, until that helps no more. The placement names what
+        lies in the arena.
         """
-        sections, at, outside = self.sections, self.at_peak, self.outside.copy()
-        there = [k for k in self._movable() if sections.begin[k] <= at < sections.end[k]]
-        most = {k: int(self.outside[self._span(k)].max()) for k in there}
-        there.sort(key=lambda k: (self.bytes[k] == sections.size[k], most[k], -sections.begin[k]))
-        least, out = int(part * self.peak), dict[int, None]()
-        for k in there:
-            beyond = int(outside.max()) - int(outside[at])
-            enough = outside[at] - self.outside[at] >= least and not beyond
-            if enough and self.bytes[k] == sections.size[k]:
+        kept, best = self._first_outside(part), Placement({}, sys.maxsize)
+        for _ in range(constants.TRIES_OUTSIDE):
+            kept |= self._to_balance(kept)
+            live = self._live_of(kept)
+            room = int(live.max(initial=0))
+            outside = Outside(self.peak_bytes - room, room, live, frozenset(kept), self._bytes)
+            draft = Draft(self._sections, (None,) * len(self._all), sys.maxsize)
+            draft = draft.by_greedy(outside.goal_bytes, Deadline(None), repairs, outside)
+            found = placement([], [draft])
+            if self.total_bytes(found) >= self.total_bytes(best):
                 break
-            out[k] = None
-            outside[self._span(k)] += self.bytes[k]
-        room = int(outside[at])
-        if room < int(outside.max()):
-            return None
-        for order, best_fit in product(orders(sections).values(), (False, True)):
-            found = self._placed(order, best_fit, room, out)
-            if found is not None:
-                return Placement(found, self.peak - room)
-        return None
+            best = found
+            pairs = zip(draft.offsets, self._sections.size, strict=True)
+            tops = [-1 if offset is None else offset + size for offset, size in pairs]
+            kept |= {k for k in self._at_peak if tops[k] > outside.goal_bytes}
+        return best
 
-    def _placed(
-        self, order: Sequence[int], best_fit: bool, room: int, out: Collection[int]
-    ) -> dict[str, int] | None:
-        """Offsets by name; None where something fits neither the arena nor the room beside it."""
-        sections, capacity, offsets = self.sections, self.peak - room, dict[str, int]()
-        outside, placed = self.outside.copy(), Placed(len(order))
-        for k in (*out, *(k for k in order if k not in out and not self.is_fixed[k])):
-            begin, end, size = sections.begin[k], sections.end[k], sections.size[k]
-            at = placed.gap_for(begin, end, size, sections.alignment[k], best_fit)
-            if k not in out and at + size <= capacity:
-                placed.insert(begin, end, at, at + size)
-                offsets[sections.names[k]] = at
-                continue
-            outside[begin:end] += self.bytes[k]
-            if int(outside[begin:end].max()) > room:
-                return None
-        return offsets
+    def _first_outside(self, part: float) -> set[int]:
+        """The others; of what is alive at the peak all that would leave gaps, and the ``part``.
 
-    def _movable(self) -> Iterator[int]:
-        return (k for k, fixed in enumerate(self.is_fixed) if not fixed)
+        The part is what takes the most bytes for the shortest time.
+        """
+        sections = self._sections
+        gaps = {k for k in self._at_peak if self._bytes[k] != sections.size[k]}
+        kept, left = {*self._others, *gaps}, int(part * self.peak_bytes)
+        spans = {k: sections.end[k] - sections.begin[k] for k in self._at_peak - kept}
+        for one in sorted(spans, key=lambda k: (-self._bytes[k] / spans[k], k)):
+            if left <= 0:
+                break
+            kept.add(one)
+            left -= self._bytes[one]
+        return kept
+
+    def _to_balance(self, kept: Set[int]) -> set[int]:
+        """What has to be kept outside, too, so that most is outside at the peak of all."""
+        live, at, more = self._live_of(kept), self._peak_section, set[int]()
+
+        def beyond(k: int) -> int:
+            """How much more would be outside at another step than at the peak."""
+            most = max(int(live.max()), int(live[self._span(k)].max()) + self._bytes[k])
+            return most - int(live[at]) - self._bytes[k]
+
+        rest = sorted(self._at_peak - kept)
+        while rest and live[at] < live.max():
+            one = min(rest, key=beyond)
+            if beyond(one) >= live.max() - live[at]:
+                break
+            rest.remove(one)
+            more.add(one)
+            live[self._span(one)] += self._bytes[one]
+        return more
+
+    @cached_property
+    def _all(self) -> list[Buffer]:
+        solid = (one for one in (*self.buffers, *self.others) if one.size_bytes)
+        return sorted(solid, key=lambda one: (one.begin, one.end, one.size_bytes, one.name))
+
+    @cached_property
+    def _bytes(self) -> list[int]:
+        """Of each buffer outside of the arena."""
+        return [replace(one, alignment_bytes=self.unit_bytes).padded_bytes for one in self._all]
+
+    @cached_property
+    def _sections(self) -> Sections:
+        return in_sections(self._all)
+
+    @cached_property
+    def _others(self) -> frozenset[int]:
+        names = {one.name for one in self.others}
+        return frozenset(k for k, one in enumerate(self._all) if one.name in names)
+
+    @cached_property
+    def _peak_section(self) -> int:
+        return int(np.argmax(self._live_of(range(len(self._all)))))
+
+    @cached_property
+    def _at_peak(self) -> frozenset[int]:
+        """What may lie in the arena and is alive at the peak."""
+        begin, end, peak = self._sections.begin, self._sections.end, self._peak_section
+        there = (k for k in range(len(self._all)) if begin[k] <= peak < end[k])
+        return frozenset(there) - self._others
+
+    def _live_of(self, indices: Iterable[int]) -> Ints:
+        live = np.zeros(self._sections.count, dtype=np.int64)
+        for index in indices:
+            live[self._span(index)] += self._bytes[index]
+        return live
 
     def _span(self, index: int) -> slice:
-        return slice(self.sections.begin[index], self.sections.end[index])
+        return slice(self._sections.begin[index], self._sections.end[index])
