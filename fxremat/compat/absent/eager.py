@@ -124,13 +124,12 @@ def _autograd_on_host() -> Iterator[None]:
     asked_device = torch.ops.prim.device.default
     original: Any = FakeTensor.__torch_dispatch__
     moved = FakeTensor.to
-    as_it_is: list[None] = []
 
     def device_for_cpp(tensor: Any) -> torch.device:
         if tensor.fake_mode.in_kernel_invocation:
             return torch.device("meta")
         graph = torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1
-        return _HERE if graph and not as_it_is else tensor.fake_device  # type: ignore[no-any-return]
+        return _HERE if graph else tensor.fake_device
 
     def dispatch(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is asked_device:
@@ -147,7 +146,7 @@ def _autograd_on_host() -> Iterator[None]:
             device = CUDA
         if device is None or device == self.device:
             keywords = {} if layout is None else {"memory_format": layout}
-            return moved(self, dtype, non_blocking, copy, **keywords)  # type: ignore[no-any-return]
+            return moved(self, dtype, non_blocking, copy, **keywords)
         there = torch.empty_like(self, dtype=dtype, device=device)
         return there.copy_(self, non_blocking)
 

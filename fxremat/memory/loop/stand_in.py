@@ -114,7 +114,7 @@ class _Graph(torch.autograd.Function):
         events, recorder, layout = run.graph.events, run.recorder, run.graph.layout
         with recorder.during("forward"):
             with _tuned(recorder):
-                run.play(events.forward, layout and layout.forward)
+                run.play(events.forward, None if layout is None else layout.forward)
             again = [x for x, one in zip(given, events.inputs, strict=True) if one.again]
             ctx.save_for_backward(*again)
             results = _results(run)
@@ -134,7 +134,7 @@ class _Graph(torch.autograd.Function):
         with recorder.during("backward"):
             with _tuned(recorder):
                 _receive(run, [one for one in incoming if isinstance(one, torch.Tensor)])
-                run.play(events.backward, layout and layout.backward)
+                run.play(events.backward, None if layout is None else layout.backward)
             made = _gradients(run, ctx.like)
             run.end()
         ctx.like = None
@@ -250,8 +250,9 @@ class StandIn(nn.Module):
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
         loop = self._loop
         graph = loop.graph_of(inputs, torch.is_grad_enabled())
-        tensors = dict(self.model.named_parameters(remove_duplicate=False))
-        tensors |= dict(self.model.named_buffers(remove_duplicate=False))
+        tensors: dict[str, torch.Tensor] = {}
+        tensors.update(self.model.named_parameters(remove_duplicate=False))
+        tensors.update(self.model.named_buffers(remove_duplicate=False))
         given = [tensors[x] if isinstance(x, str) else inputs[x] for x in graph.inputs]
         if graph.layout is not None:
             loop.arena.take()
