@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from fxremat.core.layout import RunLayout, StepLayout
 from fxremat.core.step import last_first
 from fxremat.cost.cards import Card, absent_card
 from fxremat.cost.cuda_scratch import cublas_workspace
+from fxremat.errors import InfeasibleBudget
 from fxremat.memory.layout import arrange
 from fxremat.memory.loop.recorder import Libraries, LoopRecord, LoopRecorder
 from fxremat.memory.loop.replay import LoopUsage, replay_loop
@@ -58,7 +59,6 @@ class Judge:
     traces: dict[str, TracedModel] = field(default_factory=dict)
     plain_graphs: dict[str, LoopGraph] = field(default_factory=dict)
     plain_usage: dict[str, LoopUsage] = field(default_factory=dict)
-    plain_records: dict[str, LoopRecord] = field(default_factory=dict)
     reports: dict[tuple[str, ...], Report] = field(default_factory=dict)
     checkpoints: Judge | None = None
     """The same model with its blocks checkpointed."""
@@ -72,8 +72,7 @@ class Judge:
         """What plain compile reserves in a loop."""
         if loop not in self.plain_usage:
             graphs = {name: self._plain(name) for name in _graphs_of(loop)}
-            self.plain_records[loop] = self._recorded(loop, graphs)
-            self.plain_usage[loop] = replay_loop(self.plain_records[loop])
+            self.plain_usage[loop] = replay_loop(self._recorded(loop, graphs))
         return self.plain_usage[loop].reserved
 
     def checkpointing_of(self, loop: str) -> int | None:
@@ -86,7 +85,10 @@ class Judge:
 
     def planned(self, loop: str, budget: int) -> Promise:
         """The graphs of a loop as they are planned for it. Raises `InfeasibleBudget`."""
-        options = {"memory_budget": f"{budget}B", "reserve": f"{self._beside(loop)}B"}
+        beside = self._beside(loop)
+        if beside >= budget:
+            raise InfeasibleBudget(budget, beside)
+        options = {"memory_budget": f"{budget}B", "reserve": f"{beside}B"}
         trained = [name for name in _graphs_of(loop) if name != "evaluation"]
         reports = {name: self._report(name, options) for name in trained}
         placed = {name: _placed(one) for name, one in reports.items()}
@@ -137,12 +139,20 @@ class Judge:
         return _graph(self._traced(name), report.events, placed.runs[0])
 
     def _beside(self, loop: str) -> int:
-        """What is there beside the graph: states of the optimizer, and what libraries hold."""
-        record = self.plain_records[loop]
-        states = {name for name, holder in record.holders.items() if holder == "states"}
-        sizes = (h.event for h in record.happenings)
-        held = sum(getattr(e, "nbytes", 0) for e in sizes if getattr(e, "name", "") in states)
-        return held + 2 * cublas_workspace(_card().capability)
+        """What is reserved beside the graphs and what they are given: states, workspaces, others.
+
+        That is what the pool of everybody takes where all of the graphs lies elsewhere.
+        """
+        graphs = {name: self._plain(name) for name in _graphs_of(loop)}
+        apart = {
+            name: one if name == "evaluation" else replace(one, layout=RunLayout())
+            for name, one in graphs.items()
+        }
+        record = self._recorded(loop, apart)
+        common = tuple(one for one in record.happenings if one.place == "common")
+        reserved = replay_loop(replace(record, happenings=common)).reserved
+        given = sum(one.nbytes for one in graphs["training"].events.inputs)
+        return max(0, reserved - given)
 
     def _recorded(self, loop: str, graphs: dict[str, LoopGraph], arena: int = 0) -> LoopRecord:
         card = _card()

@@ -151,22 +151,7 @@ The step times of docs/benchmarks.md differ by more than that from run to run. O
 CPU as much (at least 1 MiB) may be exceeded: Python and the C library allocate beside tensors.
 """
 
-<<<<<<< HEAD
-=======
-# --- memory of whole steps -----------------------------------------------------------------
-
-WATCHED_STEPS = 2
-"""Steps of a training loop whose peak is measured and compared with the budget.
-
-The optimizer makes its states in the first step, so the second is like all that follow.
-"""
-
-UNUSED_PART = 0.03
-"""Of a budget in reserved bytes that several graphs share: what may stay unused between blocks.
-
-It counts as long as a part of the step is not compiled, or has code that no dry run can count: then
-the events of the step are not known. Best fit leaves 0.8 to 6.2 % of a pool of graphs unused.
-"""
+# --- memory of graphs ----------------------------------------------------------------------
 
 FIRST_SEGMENTS = (1.0, 1.01, 1.02, 1.04, 1.08, 1.16)
 """Times the bytes that a private pool needs: first segments to choose from. Best fit leaves 0.8 to
@@ -176,7 +161,6 @@ LITTLE_UNUSED = 0.005
 """Of what is alive: with so little unused in an arena, nothing is looked for that may leave less. A
 formula: half of `MEASURABLE`."""
 
->>>>>>> w-layout
 # --- compiling kernels ---------------------------------------------------------------------
 
 MOST_TOGETHER = 8

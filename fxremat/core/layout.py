@@ -69,11 +69,8 @@ class StepLayout:
 
     runs: tuple[RunLayout, ...] = ()
     arena_bytes: int = 0
-<<<<<<< HEAD
+    pool_bytes: int = 0
 
 
 NOWHERE = StepLayout()
 """No run has places."""
-=======
-    pool_bytes: int = 0
->>>>>>> w-layout

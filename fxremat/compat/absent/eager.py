@@ -124,13 +124,12 @@ def _autograd_on_host() -> Iterator[None]:
     asked_device = torch.ops.prim.device.default
     original: Any = FakeTensor.__torch_dispatch__
     moved = FakeTensor.to
-    as_it_is: list[None] = []
 
     def device_for_cpp(tensor: Any) -> torch.device:
         if tensor.fake_mode.in_kernel_invocation:
             return torch.device("meta")
         graph = torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1
-        return _HERE if graph and not as_it_is else tensor.fake_device
+        return _HERE if graph else tensor.fake_device
 
     def dispatch(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is asked_device:

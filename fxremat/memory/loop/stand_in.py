@@ -250,8 +250,9 @@ class StandIn(nn.Module):
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
         loop = self._loop
         graph = loop.graph_of(inputs, torch.is_grad_enabled())
-        tensors: dict[str, torch.Tensor] = dict(self.model.named_parameters(remove_duplicate=False))
-        tensors |= dict(self.model.named_buffers(remove_duplicate=False))
+        tensors: dict[str, torch.Tensor] = {}
+        tensors.update(self.model.named_parameters(remove_duplicate=False))
+        tensors.update(self.model.named_buffers(remove_duplicate=False))
         given = [tensors[x] if isinstance(x, str) else inputs[x] for x in graph.inputs]
         if graph.layout is not None:
             loop.arena.take()
