@@ -45,6 +45,7 @@ class Promise:
     least: int | None
     graphs: dict[str, LoopGraph]
     arena_bytes: int = 0
+    pool_bytes: int = 0
 
 
 @dataclass
@@ -94,12 +95,13 @@ class Judge:
         placed = {name: _placed(one) for name, one in reports.items()}
         graphs = {name: self._as_planned(name, reports[name], placed[name]) for name in reports}
         arena = max(one.arena_bytes for one in placed.values())
+        pool = max(one.pool_bytes for one in placed.values())
         if "evaluation" in _graphs_of(loop):
             graphs["evaluation"] = self._plain("evaluation")
         promised = [one.predicted_reserved_bytes or 0 for one in reports.values()]
         least = [one.minimum_peak_bytes for one in reports.values()]
         known = [one for one in least if one is not None]
-        return Promise(max(promised), max(known, default=None), graphs, arena)
+        return Promise(max(promised), max(known, default=None), graphs, arena, pool)
 
     def _report(self, name: str, options: dict[str, str]) -> Report:
         """Planned once for the same budget."""
@@ -110,7 +112,9 @@ class Judge:
 
     def outcome(self, loop: str, promise: Promise) -> Outcome:
         """What the loop then reserves."""
-        usage = replay_loop(self._recorded(loop, promise.graphs, promise.arena_bytes))
+        usage = replay_loop(
+            self._recorded(loop, promise.graphs, promise.arena_bytes, promise.pool_bytes)
+        )
         return Outcome(
             usage.reserved,
             tuple(step.reserved for step in usage.steps),
@@ -154,7 +158,9 @@ class Judge:
         given = sum(one.nbytes for one in graphs["training"].events.inputs)
         return max(0, reserved - given)
 
-    def _recorded(self, loop: str, graphs: dict[str, LoopGraph], arena: int = 0) -> LoopRecord:
+    def _recorded(
+        self, loop: str, graphs: dict[str, LoopGraph], arena: int = 0, pool: int = 0
+    ) -> LoopRecord:
         card = _card()
         libraries = Libraries(
             cublas_workspace(card.capability), card.l2_cache, scratch_of_card().blocks_of_call
@@ -169,7 +175,7 @@ class Judge:
 
         both = (self.inputs, self.others)
         with recorder.running(), on_device(self.model, both, recorder) as (inputs, others):
-            model = StandIn(self.model, recorder, graph_of, Arena(recorder, arena))
+            model = StandIn(self.model, recorder, graph_of, Arena(recorder, arena, pool))
             LOOPS[loop](model, inputs, others, recorder.next_step)
             return recorder.record()
 

@@ -80,7 +80,7 @@ class PlacedHalf:
         self, arena: Arena, layout: HalfLayout, arena_bytes: int, forward: PlacedHalf | None = None
     ) -> None:
         self.arena, self.layout, self.forward = arena, layout, forward
-        self.arena_bytes = arena_bytes
+        self.arena_bytes, self.pool_bytes = arena_bytes, 0
         self.dtypes = [getattr(torch, one.dtype.removeprefix("torch.")) for one in layout.buffers]
         self.bound = -1
         """The state of the arena that the slots below are for."""
@@ -270,6 +270,7 @@ class Arena:
             backward = PlacedHalf(self, run.backward, layout.arena_bytes, forward)
             runs.append(PlacedRun(forward, backward))
             for half in (forward, backward):
+                half.pool_bytes = layout.pool_bytes
                 self._halves.add(half)
                 weakref.finalize(half, self._forget).atexit = False
         self._is_changed = True
@@ -391,6 +392,8 @@ class Arena:
             try:
                 with self._own_pool():
                     self.block = new_block(needed, self.device)
+                    if self.device.type == "cuda":  # cut from it as the graphs run
+                        new_block(max(half.pool_bytes for half in self._halves), self.device)
             except RuntimeError:
                 log.warning("no memory for an arena of %s: nothing is placed", format_bytes(needed))
                 self.is_off = True

@@ -45,12 +45,15 @@ class Reserved:
         return self.pools.peak_reserved_bytes + self.arena_bytes
 
 
-def reserved(events: Sequence[Event], settings: AllocatorSettings, held_bytes: int) -> Usage:
+def reserved(
+    events: Sequence[Event], settings: AllocatorSettings, held_bytes: int, pool_bytes: int = 0
+) -> Usage:
     """What the pools reserve for two steps, one after the other.
 
     ``events`` are of one step; what is resident has a name that is no number, and comes first. What
     a step leaves, as gradients, is freed before the next one. ``held_bytes`` lie beside it, in one
-    block. What the allocator has taken it keeps: it never runs out.
+    block. The graphs' own pool begins with a segment of ``pool_bytes``. What the allocator has
+    taken it keeps: it never runs out.
     """
     left: dict[str, None] = {}
     step = [event for event in events if not _is_resident(event)]
@@ -61,26 +64,33 @@ def reserved(events: Sequence[Event], settings: AllocatorSettings, held_bytes: i
             del left[event.name]
     resident = [event for event in events if _is_resident(event)]
     ends = [Free(name) for name in left]
-    return replay([Allocate("held beside", held_bytes), *resident, *step, *ends, *step], settings)
+    first = Allocate("held beside", held_bytes), Allocate("first", pool_bytes, OWN_POOL)
+    return replay([*first, Free("first"), *resident, *step, *ends, *step], settings)
 
 
 def reserved_by_run(
     events: Sequence[Event], run: RunEvents, settings: AllocatorSettings, held_bytes: int
 ) -> Reserved:
     """What one run of a graph reserves; ``events`` are those of its step, with what is resident."""
-    found = arrange([run], ALONE, "cuda")
+    found = arrange([run], ALONE, "cuda", settings=settings)
     marked = [_where(event, found.placed[0]) for event in events]
-    return Reserved(reserved(_without_arena(marked), settings, held_bytes), found.layout)
+    return _reserved_with(found.layout, marked, settings, held_bytes)
 
 
 def reserved_by_step(
     runs: Sequence[RunEvents], outside: Sequence[Outside], settings: AllocatorSettings
 ) -> Reserved:
     """What a step of several runs reserves; ``outside`` are the events between them."""
-    found = arrange(runs, order_of(outside), "cuda")
+    found = arrange(runs, order_of(outside), "cuda", settings=settings)
     marked = [_marked(run, placed) for run, placed in zip(runs, found.placed, strict=True)]
-    events = composed(outside, marked.__getitem__)
-    return Reserved(reserved(_without_arena(events), settings, 0), found.layout)
+    return _reserved_with(found.layout, composed(outside, marked.__getitem__), settings, 0)
+
+
+def _reserved_with(
+    layout: StepLayout, events: Iterable[Event], settings: AllocatorSettings, held_bytes: int
+) -> Reserved:
+    pools = reserved(_without_arena(events), settings, held_bytes, layout.pool_bytes)
+    return Reserved(pools, layout)
 
 
 def order_of(outside: Iterable[Outside]) -> Order:

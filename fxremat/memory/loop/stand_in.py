@@ -43,6 +43,7 @@ class Arena:
 
     recorder: LoopRecorder
     nbytes: int
+    pool_bytes: int = 0
     taken: bool = False
     spans: dict[str, tuple[int, int]] = field(default_factory=dict)
     """First and last bytes of all that has been placed, by name; some may be gone."""
@@ -51,6 +52,9 @@ class Arena:
         """Have it, from now on."""
         if not self.taken and self.nbytes:
             self.recorder.allocate(self.nbytes, "graph", "graphs", ARENA)
+            if self.pool_bytes:
+                first = self.recorder.allocate(self.pool_bytes, "graph", "graphs")
+                self.recorder.let_go(first)
         self.taken = True
 
     def is_free(self, start: int, nbytes: int) -> bool:
