@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.loops.recorded import recorded_steps, reserved_in_steps
+from benchmarks.loops.recorded import TUNING_BYTES, recorded_steps, reserved_in_steps
 from fxremat.core.events import Allocate, EmptyCache, Free, Given, RunEvents
 from fxremat.core.layout import CodeBuffer, HalfLayout, RunLayout
 from fxremat.memory.loop.recorder import Libraries, LoopRecord, LoopRecorder
@@ -276,3 +276,11 @@ def test_the_peak_says_who_holds_what() -> None:
 def test_recorded_loops_reserve_what_a_gpu_said(name: str, error: float) -> None:
     [step] = [one for one in recorded_steps() if one.name == name]
     assert max(reserved_in_steps(step)) == pytest.approx(step.measured, rel=error)
+
+
+@pytest.mark.parametrize("name", ["lora", "t5"])
+def test_what_recorded_loops_reserve_more_is_where_kernels_were_tuned(name: str) -> None:
+    [step] = [one for one in recorded_steps() if one.name == name]
+    assert max(reserved_in_steps(step)) < 0.95 * step.measured
+    tuned = max(reserved_in_steps(step, TUNING_BYTES))
+    assert tuned == pytest.approx(step.measured, rel=0.01)
