@@ -122,6 +122,14 @@ class Options:
         "On CUDA: hold torch's allocator to the budget as long as a graph of it lives, whoever "
         "asks for more. The error that comes of it says what the plan holds.",
     )
+    arena: bool = _option(
+        True,
+        read_bool,
+        "FXREMAT_ARENA",
+        "bool",
+        "Give buffers of compiled graphs addresses that are decided with the plan, in one block of "
+        "memory. False: allocate each as ever, to find out whether a fault comes from there.",
+    )
     instances: int | None = _option(
         None,
         read_number_of_runs,

@@ -14,7 +14,6 @@ from fxremat.core.layout import RunLayout, StepLayout
 from fxremat.core.step import last_first
 from fxremat.cost.cards import Card, absent_card
 from fxremat.cost.cuda_scratch import cublas_workspace
-from fxremat.errors import InfeasibleBudget
 from fxremat.memory.layout import arrange
 from fxremat.memory.loop.recorder import Libraries, LoopRecord, LoopRecorder
 from fxremat.memory.loop.replay import LoopUsage, replay_loop
@@ -22,7 +21,11 @@ from fxremat.memory.loop.stand_in import Arena, LoopGraph, StandIn, on_device
 from fxremat.report.report import Report
 
 from .graphs import TracedModel, checkpointed, scratch_of_card, traced_model
-from .steps import LOOPS
+from .steps import LOOPS, OPTIMIZERS
+
+STAY = "training, gradients stay"
+GRADIENTS_LIVE = ("accumulate4", "zero_grad_late_and_clip")
+"""Loops in which gradients live on where a forward begins."""
 
 
 @dataclass(frozen=True)
@@ -86,28 +89,27 @@ class Judge:
 
     def planned(self, loop: str, budget: int) -> Promise:
         """The graphs of a loop as they are planned for it. Raises `InfeasibleBudget`."""
-        beside = self._beside(loop)
-        if beside >= budget:
-            raise InfeasibleBudget(budget, beside)
-        options = {"memory_budget": f"{budget}B", "reserve": f"{beside}B"}
+        options = {"memory_budget": f"{budget}B", "optimizer": OPTIMIZERS[loop]}
         trained = [name for name in _graphs_of(loop) if name != "evaluation"]
         reports = {name: self._report(name, options) for name in trained}
+        if loop in GRADIENTS_LIVE:
+            reports[STAY] = self._report(STAY, options)
         placed = {name: _placed(one) for name, one in reports.items()}
         graphs = {name: self._as_planned(name, reports[name], placed[name]) for name in reports}
         arena = max(one.arena_bytes for one in placed.values())
         pool = max(one.pool_bytes for one in placed.values())
         if "evaluation" in _graphs_of(loop):
-            graphs["evaluation"] = self._plain("evaluation")
+            graphs["evaluation"] = replace(self._plain("evaluation"), layout=RunLayout())
         promised = [one.predicted_reserved_bytes or 0 for one in reports.values()]
         least = [one.minimum_peak_bytes for one in reports.values()]
         known = [one for one in least if one is not None]
         return Promise(max(promised), max(known, default=None), graphs, arena, pool)
 
-    def _report(self, name: str, options: dict[str, str]) -> Report:
+    def _report(self, name: str, options: dict[str, Any]) -> Report:
         """Planned once for the same budget."""
         asked = name, *options.values()
         if asked not in self.reports:
-            self.reports[asked] = self._traced(name).planned(options)
+            self.reports[asked] = self._traced(name).planned(options, gradients_stay=name == STAY)
         return self.reports[asked]
 
     def outcome(self, loop: str, promise: Promise) -> Outcome:
@@ -142,22 +144,6 @@ class Judge:
         assert report.events is not None
         return _graph(self._traced(name), report.events, placed.runs[0])
 
-    def _beside(self, loop: str) -> int:
-        """What is reserved beside the graphs and what they are given: states, workspaces, others.
-
-        That is what the pool of everybody takes where all of the graphs lies elsewhere.
-        """
-        graphs = {name: self._plain(name) for name in _graphs_of(loop)}
-        apart = {
-            name: one if name == "evaluation" else replace(one, layout=RunLayout())
-            for name, one in graphs.items()
-        }
-        record = self._recorded(loop, apart)
-        common = tuple(one for one in record.happenings if one.place == "common")
-        reserved = replay_loop(replace(record, happenings=common)).reserved
-        given = sum(one.nbytes for one in graphs["training"].events.inputs)
-        return max(0, reserved - given)
-
     def _recorded(
         self, loop: str, graphs: dict[str, LoopGraph], arena: int = 0, pool: int = 0
     ) -> LoopRecord:
@@ -168,9 +154,14 @@ class Judge:
         recorder = LoopRecorder(libraries)
         full = _shapes(self.inputs)
 
-        def graph_of(inputs: Sequence[torch.Tensor], gradients: bool) -> LoopGraph:
+        seen = set[bool]()
+
+        def graph_of(inputs: Sequence[torch.Tensor], gradients: bool, living: bool) -> LoopGraph:
             if not gradients:
                 return graphs["evaluation"]
+            seen.add(living)
+            if True in seen and STAY in graphs:  # planned again, and from then on
+                return graphs[STAY]
             return graphs["training" if _shapes(inputs) == full else "other shape"]
 
         both = (self.inputs, self.others)

@@ -19,6 +19,18 @@ Loop = Callable[[nn.Module, Sequence[Any], Sequence[Any], NextStep], None]
 """Runs a model on its inputs, or on others of another shape; calls the last one between steps."""
 
 
+def fused(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, RATE, fused=True)
+
+
+def foreach(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, RATE, foreach=True)
+
+
+def momentum(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, RATE, momentum=0.9)
+
+
 def _steps(optimizer: Any, model: nn.Module, inputs: Sequence[Any], next_step: NextStep) -> None:
     for step in range(STEPS):
         if step:
@@ -29,19 +41,19 @@ def _steps(optimizer: Any, model: nn.Module, inputs: Sequence[Any], next_step: N
 
 
 def adamw_fused(model: nn.Module, inputs: Any, other: Any, next_step: NextStep) -> None:
-    _steps(torch.optim.AdamW(model.parameters(), RATE, fused=True), model, inputs, next_step)
+    _steps(fused(model.parameters()), model, inputs, next_step)
 
 
 def adamw_foreach(model: nn.Module, inputs: Any, other: Any, next_step: NextStep) -> None:
-    _steps(torch.optim.AdamW(model.parameters(), RATE, foreach=True), model, inputs, next_step)
+    _steps(foreach(model.parameters()), model, inputs, next_step)
 
 
 def sgd_momentum(model: nn.Module, inputs: Any, other: Any, next_step: NextStep) -> None:
-    _steps(torch.optim.SGD(model.parameters(), RATE, momentum=0.9), model, inputs, next_step)
+    _steps(momentum(model.parameters()), model, inputs, next_step)
 
 
 def accumulate4(model: nn.Module, inputs: Any, other: Any, next_step: NextStep) -> None:
-    optimizer = torch.optim.AdamW(model.parameters(), RATE, fused=True)
+    optimizer = fused(model.parameters())
     for step in range(STEPS):
         if step:
             next_step()
@@ -53,7 +65,7 @@ def accumulate4(model: nn.Module, inputs: Any, other: Any, next_step: NextStep) 
 
 def zero_grad_late_and_clip(model: nn.Module, inputs: Any, other: Any, next_step: NextStep) -> None:
     """Gradients of the last step live until the forward of the next one has ended."""
-    optimizer = torch.optim.AdamW(model.parameters(), RATE, fused=True)
+    optimizer = fused(model.parameters())
     for step in range(STEPS):
         if step:
             next_step()
@@ -66,7 +78,7 @@ def zero_grad_late_and_clip(model: nn.Module, inputs: Any, other: Any, next_step
 
 def evaluate(model: nn.Module, inputs: Any, other: Any, next_step: NextStep) -> None:
     """Every second step is followed by an evaluation of two batches."""
-    optimizer = torch.optim.AdamW(model.parameters(), RATE, fused=True)
+    optimizer = fused(model.parameters())
     for step in range(STEPS):
         if step:
             next_step()
@@ -83,7 +95,7 @@ def evaluate(model: nn.Module, inputs: Any, other: Any, next_step: NextStep) -> 
 
 def second_shape(model: nn.Module, inputs: Any, other: Any, next_step: NextStep) -> None:
     """Every third step has a batch of another shape, as the last one of an epoch."""
-    optimizer = torch.optim.AdamW(model.parameters(), RATE, fused=True)
+    optimizer = fused(model.parameters())
     for step in range(STEPS):
         if step:
             next_step()
@@ -104,3 +116,10 @@ LOOPS: dict[str, Loop] = {
         second_shape,
     )
 }
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    **dict.fromkeys(LOOPS, fused),
+    "adamw_foreach": foreach,
+    "sgd_momentum": momentum,
+}
+"""Of each loop; whoever plans a loop is told."""

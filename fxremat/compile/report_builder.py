@@ -118,7 +118,7 @@ def report_of(
         problem=problem,
         step=_step_memory(found, plain_line),
         as_part=version_of(draft, plan, evaluation.dry_run, request),
-        events=run_events_of(draft, evaluation.dry_run, request.inputs),
+        events=run_events_of(draft, evaluation.dry_run, request),
     )
 
 

@@ -15,12 +15,14 @@ from fxremat.compat.sizes import size_bound
 from fxremat.compat.tensors import places_in_joint, storage_key
 from fxremat.compile.constants import BUDGET_PARTS
 from fxremat.core.constants import CALL_US
+from fxremat.core.events import RunEvents
 from fxremat.core.problem import Copies
 from fxremat.cost.cards import Card, absent_card
 from fxremat.cost.cuda_scratch import allocate_cublas, cublas_workspace
 from fxremat.cost.device import device_spec
 from fxremat.memory.allocator.rules import SEGMENT_STEP_BYTES, round_up
 from fxremat.memory.allocator.settings import AllocatorSettings, settings_of_environment
+from fxremat.memory.common_pool import CommonPool
 from fxremat.memory.optimizers import OptimizerMemory, optimizer_memory
 from fxremat.options import Options, machine_memory_bytes
 from fxremat.passes.memory_estimation import nbytes
@@ -107,7 +109,7 @@ class Policy:
     """How to plan and what may be done to the graph.
 
     ``variants`` are names of rules (None: all), ``disabled`` names of passes that are left out
-    (`fxremat.option_values.PASSES`).
+    (`fxremat.option_values.PASSES`). With an ``arena``, buffers have planned addresses.
     """
 
     executor: str = "inductor"
@@ -117,6 +119,7 @@ class Policy:
     allow_lossy: bool = False
     disabled: tuple[str, ...] = ()
     verify: bool = True
+    arena: bool = True
 
 
 @dataclass(frozen=True)
@@ -162,6 +165,12 @@ class Request:
         return replace(self, inputs=replace(self.inputs, **changes))
 
 
+def as_asked(run: RunEvents, request: Request) -> RunEvents:
+    """What a dry run says of a graph, with what the request says of its gradients and the arena."""
+    run = replace(run, gradients_stay=request.inputs.gradients_stay)
+    return run if request.policy.arena else replace(run, forward_buffers=(), backward_buffers=())
+
+
 def device_of_inputs(inputs: Sequence[Any]) -> torch.device:
     """The accelerator that an input lies on, else the CPU."""
     devices = [x.device for x in inputs if isinstance(x, torch.Tensor)]
@@ -195,13 +204,19 @@ def request_for(
     held = _held_bytes(device, inputs, card, neighbours) + coming
     if device.type != "cuda":
         held += around
-    tuning = _size_of_tuning(options, device, card)
+    tuning, metric = _size_of_tuning(options, device, card), _metric(options, allocator)
+    if metric == "reserved" and allocator is not None:
+        pool = _common_pool(device, inputs, card, tuning, trained)
+        others = pool.others + neighbours * (card is not None) + (options.reserve or 0)
+        pool = replace(pool, others=others)
+        held, tuning = pool.reserved(allocator), 0
+        held -= _size_of_inputs(inputs, device_of_inputs(inputs))
     request = Request(
         Budget(
             limit=budget,
             held=held,
             autotune=tuning,
-            metric=_metric(options, allocator),
+            metric=metric,
             allocator=allocator,
             coming=coming,
             optimizer_step=_optimizer_step(options, trained, inputs),
@@ -226,6 +241,7 @@ def _policy(options: Options) -> Policy:
         allow_lossy=options.allow_lossy,
         disabled=options.disable_passes,
         verify=options.verify,
+        arena=options.arena,
     )
 
 
@@ -358,6 +374,29 @@ def _held_bytes(
         return neighbours + 2 * cublas_workspace(card.capability) + grads
     missing = accumulation.expected_bytes(device, missing_only=True)
     return round_up(unseen_bytes(inputs, device), SEGMENT_STEP_BYTES) + missing
+
+
+def _common_pool(
+    device: torch.device,
+    inputs: Sequence[Any],
+    card: Card | None,
+    tuning: int,
+    trained: OptimizerMemory,
+) -> CommonPool:
+    """What the pool that all share is asked for in a loop.
+
+    What others of this process have, and parts of segments that they leave, is known on a card.
+    """
+    tensors = {storage_key(x): x for x in inputs if isinstance(x, torch.Tensor)}
+    own = [x for x in tensors.values() if is_on(x, device_of_inputs(inputs))]
+    sizes = [size_bound(x.untyped_storage().nbytes()) for x in own]
+    weights = [size for x, size in zip(own, sizes, strict=True) if x.is_leaf and x.requires_grad]
+    others = accumulation.expected_bytes(device, missing_only=card is None)
+    workspaces = [0, 0] if card is None else [cublas_workspace(card.capability)] * 2
+    if card is None:
+        unused = torch.cuda.memory_stats(device).get("inactive_split_bytes.all.current", 0)
+        others += round_up(unseen_bytes(inputs, device) + unused, SEGMENT_STEP_BYTES)
+    return CommonPool(sizes, others, workspaces, tuning, weights, trained.missing, trained.step)
 
 
 def _size_of_tuning(options: Options, device: torch.device, card: Card | None) -> int:

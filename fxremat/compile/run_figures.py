@@ -11,7 +11,7 @@ from torch import fx
 from fxremat.compile.cost_model import with_between
 from fxremat.compile.draft import Draft
 from fxremat.compile.dry_run.dry_run import DryRun
-from fxremat.compile.request import GraphInputs, Request
+from fxremat.compile.request import Request, as_asked
 from fxremat.core.events import Allocate, RunEvents
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
@@ -83,15 +83,15 @@ def version_of(draft: Draft, plan: Plan, shown: DryRun | None, request: Request)
     return _figures(draft, plan, parameters, before, [shown.saved_bytes, *after], dropped)
 
 
-def run_events_of(draft: Draft, shown: DryRun | None, given: GraphInputs) -> RunEvents | None:
+def run_events_of(draft: Draft, shown: DryRun | None, request: Request) -> RunEvents | None:
     """What a version asks of the device's allocator; None where no dry run counted it."""
     if shown is None or shown.allocator.as_run is None:
         return None
-    own = {node.name for node in _given(draft.joint, given.parameters)}
+    own = {node.name for node in _given(draft.joint, request.inputs.parameters)}
     names = [e.name for e in shown.events if isinstance(e, Allocate)]
     pairs = zip(names, shown.allocator.as_run.inputs, strict=False)  # what is resident comes first
     inputs = tuple(replace(one, own=name in own) for name, one in pairs)
-    return replace(shown.allocator.as_run, inputs=inputs, gradients_stay=given.gradients_stay)
+    return as_asked(replace(shown.allocator.as_run, inputs=inputs), request)
 
 
 def _figures(

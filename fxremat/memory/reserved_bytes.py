@@ -29,10 +29,11 @@ ALONE: Order = ((0, "forward"), (0, "backward"))
 
 @dataclass(frozen=True)
 class Reserved:
-    """What is reserved for a step: by the pools, and for the arena of the layout."""
+    """What is reserved for a step: by the pools, for the arena of the layout, and ``beside``."""
 
     pools: Usage
     layout: StepLayout
+    beside: int = 0
 
     @property
     def arena_bytes(self) -> int:
@@ -42,7 +43,7 @@ class Reserved:
     @property
     def nbytes(self) -> int:
         """All of it, at the peak."""
-        return self.pools.peak_reserved_bytes + self.arena_bytes
+        return self.pools.peak_reserved_bytes + self.arena_bytes + self.beside
 
 
 def reserved(
@@ -71,10 +72,14 @@ def reserved(
 def reserved_by_run(
     events: Sequence[Event], run: RunEvents, settings: AllocatorSettings, held_bytes: int
 ) -> Reserved:
-    """What one run of a graph reserves; ``events`` are those of its step, with what is resident."""
+    """What one run of a graph reserves; ``events`` are those of its step, with what is resident.
+
+    Of the pool that all share it is known what that reserves: ``held_bytes`` and what is resident.
+    """
     found = arrange([run], ALONE, "cuda", settings=settings)
-    marked = [_where(event, found.placed[0]) for event in events]
-    return _reserved_with(found.layout, marked, settings, held_bytes)
+    marked = [_where(event, found.placed[0]) for event in events if not _is_resident(event)]
+    beside = held_bytes + sum(event.nbytes for event in events if _is_resident(event))
+    return replace(_reserved_with(found.layout, marked, settings), beside=beside)
 
 
 def reserved_by_step(
@@ -83,13 +88,13 @@ def reserved_by_step(
     """What a step of several runs reserves; ``outside`` are the events between them."""
     found = arrange(runs, order_of(outside), "cuda", settings=settings)
     marked = [_marked(run, placed) for run, placed in zip(runs, found.placed, strict=True)]
-    return _reserved_with(found.layout, composed(outside, marked.__getitem__), settings, 0)
+    return _reserved_with(found.layout, composed(outside, marked.__getitem__), settings)
 
 
 def _reserved_with(
-    layout: StepLayout, events: Iterable[Event], settings: AllocatorSettings, held_bytes: int
+    layout: StepLayout, events: Iterable[Event], settings: AllocatorSettings
 ) -> Reserved:
-    pools = reserved(_without_arena(events), settings, held_bytes, layout.pool_bytes)
+    pools = reserved(_without_arena(events), settings, 0, layout.pool_bytes)
     return Reserved(pools, layout)
 
 

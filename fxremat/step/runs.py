@@ -119,6 +119,8 @@ class GraphInStep:
         CUDA a graph that nobody follows is taken to be alone from the first step on.
         """
         described, device = self.role.described, self.where.device.type
+        if not self.request.policy.arena:
+            return NOWHERE
         if described is None and self.taken.count > 1:
             described = self.placing.described
         if described is not None:

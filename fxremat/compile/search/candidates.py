@@ -26,7 +26,7 @@ from fxremat.compile.constants import NEAR_PEAK
 from fxremat.compile.draft import Draft, PlannedSteps
 from fxremat.compile.dry_run.dry_run import DryRun, dry_run_once
 from fxremat.compile.pipeline import APPLY, BEGIN, Runner
-from fxremat.compile.request import Request
+from fxremat.compile.request import Request, as_asked
 from fxremat.core.constants import NEGLIGIBLE_PART
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Op, Problem
@@ -229,8 +229,7 @@ def _reserved(shown: DryRun | None, request: Request) -> Reserved | None:
     budget = request.budget
     if shown is None or budget.allocator is None or shown.allocator.as_run is None:
         return None
-    stay = request.inputs.gradients_stay
-    run = replace(shown.allocator.as_run, gradients_stay=stay)
+    run = as_asked(shown.allocator.as_run, request)
     return reserved_by_run(shown.events, run, budget.allocator, budget.held)
 
 

@@ -57,6 +57,25 @@ class Arena:
                 self.recorder.let_go(first)
         self.taken = True
 
+    def lend(self) -> None:
+        """Give it back, if nothing lies there: a graph without a backward runs."""
+        if self.taken and self.nbytes and self.is_free(0, self.nbytes):
+            self.recorder.let_go(ARENA)
+            self.taken = False
+
+    def move_out(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Give gradients that lie there memory of their own."""
+        recorder = self.recorder
+        for one in parameters:
+            block = None if one.grad is None else recorder.name_of(one.grad)
+            if one.grad is not None and block is not None and recorder.places[block] == "arena":
+                name = recorder.allocate(one.grad.nbytes, "gradients")
+                with recorder.unseen():
+                    one.grad = torch.empty_like(one.grad)
+                recorder.adopt(one.grad, name)
+                recorder.let_go(name)
+                recorder.sweep()
+
     def is_free(self, start: int, nbytes: int) -> bool:
         """Whether nothing lives there."""
         held = self.recorder.held
@@ -236,6 +255,9 @@ def _gradients(run: _Run, like: Sequence[_Size | None]) -> list[torch.Tensor | N
 class StandIn(nn.Module):
     """The model of a loop. ``graph_of`` gives the graph for arguments, and with gradients or not.
 
+    It is told, too, whether gradients live on where the forward begins: for a graph planned for
+    that, they are moved out of the arena. One without gradients has the bytes of an empty arena.
+
     It has the parameters and buffers of ``model``, which lie on the device and have no memory. A
     graph's last result is its own: those before are buffers that it changes.
     """
@@ -244,7 +266,7 @@ class StandIn(nn.Module):
         self,
         model: nn.Module,
         recorder: LoopRecorder,
-        graph_of: Callable[[tuple[torch.Tensor, ...], bool], LoopGraph],
+        graph_of: Callable[[tuple[torch.Tensor, ...], bool, bool], LoopGraph],
         arena: Arena | None = None,
     ) -> None:
         super().__init__()
@@ -253,12 +275,18 @@ class StandIn(nn.Module):
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
         loop = self._loop
-        graph = loop.graph_of(inputs, torch.is_grad_enabled())
+        weights, training = list(self.model.parameters()), torch.is_grad_enabled()
+        living = any(one.grad is not None for one in weights)
+        graph = loop.graph_of(inputs, training, living)
         tensors: dict[str, torch.Tensor] = {}
         tensors.update(self.model.named_parameters(remove_duplicate=False))
         tensors.update(self.model.named_buffers(remove_duplicate=False))
         given = [tensors[x] if isinstance(x, str) else inputs[x] for x in graph.inputs]
-        if graph.layout is not None:
+        if not training:
+            loop.arena.lend()
+        elif graph.layout is not None:
+            if graph.events.gradients_stay:
+                loop.arena.move_out(weights)
             loop.arena.take()
         run = _Run(graph, loop.recorder, loop.arena)
         last: torch.Tensor = _Graph.apply(run, *given)[-1]  # type: ignore[no-untyped-call]
@@ -270,7 +298,7 @@ class _Loop:
     """What belongs to the loop, and is the same for copies of the model."""
 
     recorder: LoopRecorder
-    graph_of: Callable[[tuple[torch.Tensor, ...], bool], LoopGraph]
+    graph_of: Callable[[tuple[torch.Tensor, ...], bool, bool], LoopGraph]
     arena: Arena
 
     def __deepcopy__(self, memo: Any) -> _Loop:
