@@ -1,87 +1,149 @@
-"""What a buffer at a planned address costs beside one that torch allocates.
+"""How much of the memory for planned addresses nobody uses: the arena, and the pool beside it.
 
-    python -m benchmarks.arena [--buffers 1000] [--rounds 50]
+    python -m benchmarks.arena
+    python -m benchmarks.arena --thorough
 
-Code that asks for buffers and drops each as the next but one comes, as a deep network does, is run
-in turn with torch's function, with ours and no places, and in an arena. There each buffer lies
-where the one before the last did, and whoever may hold its bytes is asked; the beginning and the
-end of the half are counted as well. Times are of the quickest round, in microseconds per buffer.
+First the seven steps that were recorded for an H200 (`benchmarks/results/steps`). They do not say
+which buffers the code itself allocates, so that all but results lie in the arena. Then steps for an
+H200 as a dry run on a machine without one gives them (`benchmarks/results/runs`): of all that is
+kept, and of plans for 60 % of that. There what libraries return lies in a private pool.
+
+All parts are relative to the most bytes that are alive: what the arena and the pool take more, and
+what a private pool for everything takes more by best fit after the best first segment.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
-from time import perf_counter
+import gzip
+import json
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-import torch
+from fxremat.core.check_addresses import check_layout
+from fxremat.core.events import (
+    Allocate,
+    Event,
+    Free,
+    RunEvents,
+    events_from_json,
+    run_events_from_json,
+)
+from fxremat.core.layout import CodeBuffer
+from fxremat.core.step import last_first
+from fxremat.memory.allocator.rules import MIN_BLOCK_BYTES, round_up
+from fxremat.memory.layout import ALIGNMENT_BYTES, arrange, in_sequence, least_pool
 
-from fxremat.compat.placement import EMPTY, Empty
-from fxremat.core.layout import CodeBuffer, HalfLayout, RunLayout, StepLayout
-from fxremat.memory.arena import Arena
-from fxremat.runtime.placed import empty_strided_cpu, forward_at_places, places_of_forward
+from .rows import format_table, mib
 
-SIZE, STRIDE = (32, 64), (64, 1)
-HOST = torch.device("cpu")
-
-
-def layout(buffers: int) -> StepLayout:
-    """So many buffers in two places by turns; every tenth in one of its own, to be kept."""
-    one = CodeBuffer("0", SIZE, STRIDE, "torch.float32", 4)
-    kept = range(0, buffers, 10)
-    at = {number: 2 + place for place, number in enumerate(kept)}
-    offsets = tuple(one.nbytes * at.get(number, number % 2) for number in range(buffers))
-    half = HalfLayout((one,) * buffers, offsets, frozenset(kept))
-    return StepLayout((RunLayout(half),), one.nbytes * (2 + len(kept)))
-
-
-def code(empty: Empty, buffers: int) -> Callable[[], None]:
-    """What asks for the buffers."""
-
-    def run() -> None:
-        kept, live = list[torch.Tensor](), list[torch.Tensor | None]([None, None])
-        for number in range(buffers):
-            if number % 10 == 0:
-                kept.append(empty(SIZE, STRIDE, torch.float32))
-            else:
-                live[number % 2] = None
-                live[number % 2] = empty(SIZE, STRIDE, torch.float32)
-
-    return run
+RESULTS = Path(__file__).parent / "results"
+HEAD = ["step", "buffers", "MiB alive", "arena", "pool", "unused", "s", "all by best fit"]
 
 
-def quickest(ways: Sequence[Callable[[], object]], rounds: int) -> list[float]:
-    """Seconds of the quickest round of each, in turn."""
-    best = [float("inf")] * len(ways)
-    for _ in range(rounds):
-        for place, way in enumerate(ways):
-            begin = perf_counter()
-            way()
-            best[place] = min(best[place], perf_counter() - begin)
-    return best
+@dataclass(frozen=True)
+class Row:
+    """Of one step; ``pool_bytes`` and ``best_fit_bytes`` are reserved."""
+
+    name: str
+    buffers: int
+    alive_bytes: int
+    arena_bytes: int
+    pool_bytes: int
+    best_fit_bytes: int
+    seconds: float
+
+    @property
+    def unused(self) -> float:
+        """Bytes of arena and pool that nobody uses at the peak, relative to those alive."""
+        return (self.arena_bytes + self.pool_bytes) / self.alive_bytes - 1
+
+    def cells(self) -> list[str]:
+        """A line of the table."""
+        best_fit = self.best_fit_bytes / self.alive_bytes - 1
+        sizes = map(mib, (self.alive_bytes, self.arena_bytes, self.pool_bytes))
+        parts = f"{self.unused:.2%}", f"{self.seconds:.1f}", f"{best_fit:.2%}"
+        return [self.name, f"{self.buffers}", *sizes, *parts]
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--buffers", type=int, default=1000)
-    parser.add_argument("--rounds", type=int, default=50)
-    asked = parser.parse_args(arguments)
-    arena = Arena(HOST)
-    (run,) = arena.placed(layout(asked.buffers))
-    ours = forward_at_places(code(empty_strided_cpu, asked.buffers))
+def recorded_runs(results: Path = RESULTS) -> Iterator[tuple[str, RunEvents]]:
+    """The names of all steps, and what they do."""
+    for path in sorted((results / "steps").glob("*.json.gz")):
+        yield _name(path), _all_by_the_code(_read(path)["events"])
+    for path in sorted((results / "runs").glob("*.json.gz")):
+        yield _name(path), run_events_from_json(_read(path))
 
-    def in_arena() -> None:
-        with places_of_forward(run.forward):
-            ours()
 
-    ways = {
-        "torch": code(EMPTY["cpu"], asked.buffers), "no places": ours, "in an arena": in_arena,
-    }  # fmt: skip
-    seconds = quickest(list(ways.values()), asked.rounds)
-    for name, taken in zip(ways, seconds, strict=True):
-        print(f"{name:12} {1e6 * taken / asked.buffers:6.3f} us")
-    assert (arena.conflicts, arena.differences, arena.missed) == (0, 0, 0)
+def _name(path: Path) -> str:
+    return path.name.partition(".")[0]
+
+
+def _read(path: Path) -> Any:
+    return json.loads(gzip.decompress(path.read_bytes()))
+
+
+def _all_by_the_code(written: dict[str, Any]) -> RunEvents:
+    """A run whose code asks itself for everything."""
+    forward = tuple(events_from_json(written["forward"]))
+    backward = tuple(events_from_json(written["backward"]))
+    return RunEvents(
+        forward,
+        backward,
+        results=tuple(written["results"]),
+        incoming=tuple((name, nbytes) for name, nbytes in written["incoming"]),
+        forward_buffers=_calls(forward),
+        backward_buffers=_calls(backward),
+    )
+
+
+def _calls(events: Sequence[Event]) -> tuple[CodeBuffer, ...]:
+    made = (event for event in events if isinstance(event, Allocate))
+    return tuple(CodeBuffer(e.name, (e.nbytes,), (1,), "torch.uint8", 1) for e in made)
+
+
+def measured(name: str, run: RunEvents, thorough: bool) -> Row:
+    """Arrange, take the time, check."""
+    order, alignment = last_first(1), ALIGNMENT_BYTES["cuda"]
+    started = time.perf_counter()
+    arranged = arrange([run], order, "cuda", thorough=thorough)
+    seconds = time.perf_counter() - started
+    check_layout([run], order, arranged.layout, alignment)
+    events = [event for _, event in in_sequence([run], order)]
+    arena = arranged.layout.arena_bytes
+    pool = arranged.reserved_bytes - arena
+    _, best_fit = least_pool(events)
+    return Row(name, len(run.sizes()), most_alive(events), arena, pool, best_fit, seconds)
+
+
+def most_alive(events: Sequence[Event]) -> int:
+    """The most bytes, in blocks of the allocator."""
+    live, total, most = dict[str, int](), 0, 0
+    for event in events:
+        if isinstance(event, Allocate):
+            live[event.name] = round_up(event.nbytes, MIN_BLOCK_BYTES)
+            total += live[event.name]
+        elif isinstance(event, Free):
+            total -= live.pop(event.name)
+        most = max(most, total)
+    return most
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    """Print a row for each step, and the median and the worst of what is unused."""
+    parser = argparse.ArgumentParser("python -m benchmarks.arena", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--thorough", action="store_true", help="as for a plan that is taken")
+    options = parser.parse_args(given)
+    rows = [measured(name, run, options.thorough) for name, run in recorded_runs()]
+    print(format_table([HEAD, *(row.cells() for row in rows)]))
+    unused = [row.unused for row in rows]
+    print(f"unused: median {statistics.median(unused):.2%}, worst {max(unused):.2%}")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

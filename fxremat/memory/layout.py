@@ -22,14 +22,13 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fxremat.core.addresses import Buffer, Placement
-from fxremat.core.constants import FIRST_SEGMENTS, LITTLE_UNUSED
+from fxremat.core.constants import FIRST_SEGMENTS, LITTLE_UNUSED, PARTS_OUTSIDE, REPAIRS
 from fxremat.core.events import Allocate, Event, Free, RunEvents
 from fxremat.core.layout import CodeBuffer, HalfLayout, RunLayout, StepLayout
 from fxremat.core.step import Order
 from fxremat.memory.allocator.caching import replay
 from fxremat.memory.allocator.rules import SEGMENT_STEP_BYTES, SMALL_SEGMENT_BYTES, round_up
 from fxremat.memory.allocator.settings import AllocatorSettings
-from fxremat.planner import constants
 from fxremat.planner.addresses import place
 from fxremat.planner.partial_arena import PartialArena
 
@@ -114,11 +113,12 @@ def arrange(
 
 
 def _placements(arena: PartialArena, thorough: bool) -> Iterator[Placement]:
-    """All in the arena, then with larger and larger parts of the peak kept outside."""
-    repairs = constants.REPAIRS if thorough else 0
+    """All in the arena; then, if others need memory, with larger and larger parts kept outside."""
+    repairs = REPAIRS if thorough else 0
     yield place(arena.buffers, repairs=repairs)
-    for part in constants.PARTS_OUTSIDE:
-        yield arena.place(part, repairs)
+    if arena.least_outside > LITTLE_UNUSED * arena.peak_bytes or arena.unit == 1:
+        for part in PARTS_OUTSIDE:
+            yield arena.place(part, repairs)
 
 
 def _within_peak(arena: PartialArena, thorough: bool) -> Placement:

@@ -2,9 +2,10 @@
 
 Sizes and lifetimes are known before the step runs, so nothing is left to an allocator, and the
 arena can be nearly as small as the bytes alive at the peak. Buffers are put one after the other,
-each into a gap that those before it leave, in several orders; the best one counts. One buffer takes
-a few array operations, so that 20,000 buffers take seconds. The verifier is
-`fxremat.core.check_addresses`; a search for smaller arenas is `benchmarks.placing`.
+each into a gap that those before it leave, in several orders; the best one counts. It can be
+repaired: what reaches too high comes earlier. One buffer takes a few array operations, so that
+20,000 buffers take seconds. The verifier is `fxremat.core.check_addresses`; a search that fits more
+of what is made to be hard, but no more of recorded steps, is `benchmarks.placing`.
 
 Time is cut into sections. A section is a greatest set of buffers that are alive at one step; the
 sections are in the order of time. Two buffers are alive at one step exactly if both are in one
@@ -97,15 +98,12 @@ class Draft:
                 return best
             tried.append(_Tried.put(self.sections, order, best_fit, outside))
             best = best.or_better(tried[-1].offsets)
-        tried = sorted(tried, key=lambda one: one.arena_bytes)[: constants.REPAIRED_ORDERS]
-        chance = random.Random(0)
-        for turn in range(repairs):
+        one, chance = min(tried, key=lambda one: one.arena_bytes), random.Random(0)
+        for _ in range(repairs):
             if best.arena_bytes <= goal or not deadline.running():
                 break
-            at = turn % len(tried)
-            repaired = tried[at].repaired(goal, chance)
-            if repaired.arena_bytes <= tried[at].arena_bytes:
-                tried[at] = repaired
+            repaired = one.repaired(goal, chance)
+            one = min(repaired, one, key=lambda one: one.arena_bytes)
             best = best.or_better(repaired.offsets)
         return best
 
@@ -114,19 +112,19 @@ class Draft:
 class Outside:
     """Memory beside an arena that takes what would reach above the arena's goal.
 
-    It has ``room_bytes``. ``live_bytes`` are there in each section anyhow, among them the buffers
+    It has ``room`` bytes. ``live_bytes`` are there in each section anyhow, among them the buffers
     ``kept`` outside. ``size`` is what each buffer takes there.
     """
 
-    goal_bytes: int
-    room_bytes: int
+    goal: int
+    room: int
     live_bytes: Ints
     kept: frozenset[int]
     size: Sequence[int]
 
     def takes(self, live: Ints, index: int, span: slice) -> bool:
         """Whether the buffer has room in these sections, where so much is live; it is put there."""
-        if int(live[span].max()) + self.size[index] > self.room_bytes:
+        if int(live[span].max()) + self.size[index] > self.room:
             return False
         live[span] += self.size[index]
         return True
@@ -267,7 +265,7 @@ def place_in_order(
         if (
             outside is not None
             and live is not None
-            and offset + size > outside.goal_bytes
+            and offset + size > outside.goal
             and outside.takes(live, index, slice(begin, end))
         ):
             continue

@@ -105,14 +105,3 @@ MOCCASIN_WORK = 60.0
 
 ADDRESS_BUFFERS = 60_000
 """Buffers that all greedy orders together place, but one order at least: 20,000 take seconds."""
-REPAIRED_ORDERS = 3
-"""Greedy orders that are repaired in turn, the best ones: with one alone DeBERTa's arena stays
-1.4 % above its live bytes (`benchmarks.arena`), with three 1.2 %."""
-REPAIRS = 20
-"""Of greedy orders for an arena that is taken. Recorded steps of BERT and DeBERTa leave 1.3 and
-2.4 % unused without, 0.7 and 1.2 % with 20, in half a second more; 120 find no more."""
-PARTS_OUTSIDE = (0.0, 0.1, 0.3)
-"""Parts of the peak that are kept outside of an arena, one after the other. ResNet-50 and ConvNeXt
-on an H200, at 60 %, leave 29 and 6 % unused with all in the arena, 1.6 and 0.4 % with these."""
-TRIES_OUTSIDE = 6
-"""Times that what found no place in an arena is kept outside of it, if that still helps. Chosen."""

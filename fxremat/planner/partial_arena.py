@@ -18,7 +18,6 @@ from functools import cached_property
 import numpy as np
 
 from fxremat.core.addresses import Buffer, Placement
-from fxremat.planner import constants
 from fxremat.planner.addresses import Draft, Ints, Outside, Sections, in_sections, placement
 from fxremat.planner.deadline import Deadline
 
@@ -27,17 +26,22 @@ from fxremat.planner.deadline import Deadline
 class PartialArena:
     """Buffers that may lie in an arena, and the ``others``, which do not.
 
-    Outside of the arena sizes are rounded up to multiples of ``unit_bytes``. Names are unique.
+    Outside of the arena sizes are rounded up to multiples of ``unit`` bytes. Names are unique.
     """
 
     buffers: Sequence[Buffer]
     others: Sequence[Buffer]
-    unit_bytes: int
+    unit: int
 
     @cached_property
     def peak_bytes(self) -> int:
         """The most that is alive at one step, were all of it outside."""
         return int(self._live_of(range(len(self._all))).max(initial=0))
+
+    @cached_property
+    def least_outside(self) -> int:
+        """The most of the others that is alive at one step."""
+        return int(self._live_of(self._others).max(initial=0))
 
     def total_bytes(self, placement: Placement) -> int:
         """The arena, and the most that is alive outside of it."""
@@ -48,37 +52,44 @@ class PartialArena:
     def place(self, part: float, repairs: int = 0) -> Placement:
         """With this part of the peak outside, or so much more that the others have room there.
 
-        What fits neither the arena nor the room outside makes the arena larger; if it is alive at
-        the peak, it is kept outside next time, until that helps no more. The placement names what
-        lies in the arena.
+        What fits neither the arena nor the room outside makes the arena larger. If it is alive at
+        the peak, there is a second try with it outside. The placement names what lies in the arena.
         """
         kept, best = self._first_outside(part), Placement({}, sys.maxsize)
-        for _ in range(constants.TRIES_OUTSIDE):
+        for _ in range(2):
             kept |= self._to_balance(kept)
             live = self._live_of(kept)
             room = int(live.max(initial=0))
             outside = Outside(self.peak_bytes - room, room, live, frozenset(kept), self._bytes)
             draft = Draft(self._sections, (None,) * len(self._all), sys.maxsize)
-            draft = draft.by_greedy(outside.goal_bytes, Deadline(None), repairs, outside)
+            draft = draft.by_greedy(outside.goal, Deadline(None), repairs, outside)
             found = placement([], [draft])
             if self.total_bytes(found) >= self.total_bytes(best):
                 break
             best = found
             pairs = zip(draft.offsets, self._sections.size, strict=True)
             tops = [-1 if offset is None else offset + size for offset, size in pairs]
-            kept |= {k for k in self._at_peak if tops[k] > outside.goal_bytes}
+            kept |= {k for k in self._at_peak if tops[k] > outside.goal}
         return best
 
     def _first_outside(self, part: float) -> set[int]:
         """The others; of what is alive at the peak all that would leave gaps, and the ``part``.
 
-        The part is what takes the most bytes for the shortest time.
+        The part is first what is not alive at the highest of the other peaks: there it would leave
+        a gap, too. Then it is what takes the most bytes for the shortest time.
         """
-        sections = self._sections
-        gaps = {k for k in self._at_peak if self._bytes[k] != sections.size[k]}
-        kept, left = {*self._others, *gaps}, int(part * self.peak_bytes)
-        spans = {k: sections.end[k] - sections.begin[k] for k in self._at_peak - kept}
-        for one in sorted(spans, key=lambda k: (-self._bytes[k] / spans[k], k)):
+        sections, live = self._sections, self._live_of(range(len(self._all)))
+        before = np.maximum.accumulate(np.append(0, live))
+        after = np.maximum.accumulate(np.append(live, 0)[::-1])[::-1]
+
+        def gap(k: int) -> tuple[int, float]:
+            """The highest peak of those before and after it, and bytes for each section."""
+            begin, end = sections.begin[k], sections.end[k]
+            return max(int(before[begin]), int(after[end])), self._bytes[k] / (end - begin)
+
+        unaligned = {k for k in self._at_peak if self._bytes[k] != sections.size[k]}
+        kept, left = {*self._others, *unaligned}, int(part * self.peak_bytes)
+        for one in sorted(self._at_peak - kept, key=gap, reverse=True):
             if left <= 0:
                 break
             kept.add(one)
@@ -112,7 +123,7 @@ class PartialArena:
     @cached_property
     def _bytes(self) -> list[int]:
         """Of each buffer outside of the arena."""
-        return [replace(one, alignment_bytes=self.unit_bytes).padded_bytes for one in self._all]
+        return [replace(one, alignment_bytes=self.unit).padded_bytes for one in self._all]
 
     @cached_property
     def _sections(self) -> Sections:
