@@ -96,8 +96,9 @@ class Judge:
             reports[STAY] = self._report(STAY, options)
         placed = {name: _placed(one) for name, one in reports.items()}
         graphs = {name: self._as_planned(name, reports[name], placed[name]) for name in reports}
-        arena = max(one.arena_bytes for one in placed.values())
-        pool = max(one.pool_bytes for one in placed.values())
+        first = [one for name, one in placed.items() if name != STAY]
+        arena = max(one.arena_bytes for one in first)
+        pool = max(one.pool_bytes for one in first)
         if "evaluation" in _graphs_of(loop):
             graphs["evaluation"] = replace(self._plain("evaluation"), layout=RunLayout())
         promised = [one.predicted_reserved_bytes or 0 for one in reports.values()]
@@ -142,7 +143,8 @@ class Judge:
 
     def _as_planned(self, name: str, report: Report, placed: StepLayout) -> LoopGraph:
         assert report.events is not None
-        return _graph(self._traced(name), report.events, placed.runs[0])
+        graph = _graph(self._traced(name), report.events, placed.runs[0])
+        return replace(graph, arena_bytes=placed.arena_bytes, pool_bytes=placed.pool_bytes)
 
     def _recorded(
         self, loop: str, graphs: dict[str, LoopGraph], arena: int = 0, pool: int = 0

@@ -326,7 +326,7 @@ class Arena:
             return
         try:
             if self.block is not None and not held(self._slots.values()):
-                self._give_back()
+                self._give_back(lent=True)
                 self._is_changed = True
             with self._own_pool():
                 yield
@@ -402,10 +402,15 @@ class Arena:
                 write_over(self.block, 0, needed, 0xFF)
         self.state += 1
 
-    def _give_back(self) -> None:
-        """Let go of the block; what somebody holds keeps it alive."""
+    def _give_back(self, *, lent: bool = False) -> None:
+        """Let go of the block; what somebody holds keeps it alive.
+
+        The pool keeps its memory where it is only ``lent``.
+        """
         self.block = None
         self.state += 1
+        if not lent:
+            self._pool = None  # what of its memory nobody holds goes back to the device
         for known in (self._slots, self._leaked, self._filled):
             known.clear()
 

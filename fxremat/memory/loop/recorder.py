@@ -205,6 +205,11 @@ class LoopRecorder:
         self.sweep()
         self._note(EmptyCache(), "common")
 
+    def empty_pool(self) -> None:
+        """The pool of the graphs gives back what nobody holds."""
+        self.sweep()
+        self._note(EmptyCache(), "graphs")
+
     def _seen(self, op: Any, args: Any, kwargs: Any, result: Any) -> None:
         """An op has run: what was dropped before is freed, and new storages are allocated."""
         if self.paused:

@@ -86,7 +86,7 @@ class _Heap:
                 else:
                     self.pools[one.place].free(self.addresses.pop(name))
             case EmptyCache():
-                self.pools["common"].empty_cache()
+                self.pools[one.place].empty_cache()
 
 
 def replay_loop(record: LoopRecord, settings: AllocatorSettings | None = None) -> LoopUsage:

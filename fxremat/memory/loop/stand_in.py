@@ -35,6 +35,8 @@ class LoopGraph:
     inputs: tuple[str | int, ...]
     results: tuple[torch.Tensor, ...]
     layout: RunLayout | None = None
+    arena_bytes: int = 0
+    pool_bytes: int = 0
 
 
 @dataclass
@@ -62,6 +64,13 @@ class Arena:
         if self.taken and self.nbytes and self.is_free(0, self.nbytes):
             self.recorder.let_go(ARENA)
             self.taken = False
+
+    def renew(self, nbytes: int, pool_bytes: int) -> None:
+        """Have another size from now on; what nobody holds goes back to the device."""
+        if (nbytes, pool_bytes) != (self.nbytes, self.pool_bytes):
+            self.lend()
+            self.recorder.empty_pool()
+            self.nbytes, self.pool_bytes = nbytes, pool_bytes
 
     def move_out(self, parameters: Iterable[torch.Tensor]) -> None:
         """Give gradients that lie there memory of their own."""
@@ -287,6 +296,7 @@ class StandIn(nn.Module):
         elif graph.layout is not None:
             if graph.events.gradients_stay:
                 loop.arena.move_out(weights)
+                loop.arena.renew(graph.arena_bytes, graph.pool_bytes)
             loop.arena.take()
         run = _Run(graph, loop.recorder, loop.arena)
         last: torch.Tensor = _Graph.apply(run, *given)[-1]  # type: ignore[no-untyped-call]
