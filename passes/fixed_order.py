@@ -21,6 +21,7 @@ as Inductor's caches expect.
 
 from __future__ import annotations
 
+import logging
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -49,6 +50,8 @@ from fxremat.passes.halves import FREE, WRITTEN
 from fxremat.passes.joint_graph import STORED, is_tensor, is_view
 from fxremat.passes.materialisation import is_fusable
 from fxremat.passes.offload import MOVED
+
+log = logging.getLogger(__name__)
 
 
 def results_to_write(graph: fx.Graph) -> list[fx.Node]:
@@ -205,7 +208,9 @@ class Fence(SchedulerPass):
 
     def __call__(self, nodes: list[Any]) -> list[Any]:
         nodes = nodes if self.user_pass is None else self.user_pass(nodes)
-        allocate_at_places()
+        why = allocate_at_places()
+        if why is not None:
+            log.info("the buffers of a graph are not placed: %s", why)
         return self.hold(nodes)
 
     def hold(self, nodes: list[Any]) -> list[Any]:

@@ -11,20 +11,23 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import repeat
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import torch
 
 from fxremat.compat.tensors import storage_key, storage_watch
+from fxremat.compile.dry_run import dry_run
+from fxremat.core.events import RunEvents
 from fxremat.core.layout import CodeBuffer, HalfLayout, RunLayout, StepLayout
 from fxremat.memory.arena import Arena, PlacedRun
+from fxremat.memory.layout import arrange
 from fxremat.runtime.placed import Place, Places, forward_at_places, places_of_forward
 from fxremat.step.in_flight import _WatchedRuns
 
 ALIGNMENT = 64
 HOST = torch.device("cpu")
-_ANY = Place(None, (), torch.uint8, lambda *_: torch.empty(0), torch.empty(0), (), 0)
+_ANY = Place(None, (), torch.uint8, lambda *_: torch.empty(0), None, (), 0)
 
 
 @dataclass
@@ -63,6 +66,7 @@ class Recorder:
     outlive: frozenset[int] = frozenset()
 
     def enter(self) -> Places:
+        self.step.order.append(self)
         return repeat(_ANY)
 
     def leave(self) -> None:
@@ -78,6 +82,9 @@ class Recorder:
         self.step.asked.append(self.asked[-1])
         return made
 
+    def free(self, tensor: torch.Tensor) -> bool:
+        return False
+
     def layout(self) -> HalfLayout:
         kept = frozenset(k for k in self.outlive if self.asked[k].offset is not None)
         return HalfLayout(
@@ -91,6 +98,7 @@ class Step:
 
     now: int = 0
     asked: list[Recorded] = field(default_factory=list)
+    order: list[Recorder] = field(default_factory=list)
 
     def look(self) -> None:
         """Note what is gone by now."""
@@ -161,12 +169,43 @@ class Trial:
         runs = (RunLayout(f.layout(), b.layout()) for f, b in self.recorders.values())
         return StepLayout(tuple(runs), nbytes)
 
+    def plan(self, runs: Iterable[RunEvents]) -> None:
+        """Lay the arena out by dry runs of the graphs that were recorded, in the order they ran."""
+        known = {(_asked(run.forward_buffers), _asked(run.backward_buffers)): run for run in runs}
+        numbers, planned = dict[int, tuple[int, Literal["forward", "backward"]]](), []
+        for number, (forward, backward) in enumerate(self.recorders.values()):
+            key = [_asked(one.buffer for one in half.asked) for half in (forward, backward)]
+            planned.append(known[key[0], key[1]])
+            numbers |= {id(forward): (number, "forward"), id(backward): (number, "backward")}
+        order = [numbers[id(half)] for half in self.step.order]
+        placed = self.arena.placed(arrange(planned, order, "cpu").layout)
+        self.placed = dict(zip(self.recorders, placed, strict=True))
+
     @contextmanager
     def running(self, mode: str) -> Iterator[None]:
         """Inside, graphs run so."""
         before, self.mode = self.mode, mode
         yield
         self.mode = before
+
+
+def _asked(buffers: Iterable[CodeBuffer]) -> tuple[Any, ...]:
+    return tuple((one.size, one.stride, one.dtype) for one in buffers)
+
+
+@contextmanager
+def dry_runs() -> Iterator[list[RunEvents]]:
+    """What the dry runs inside have found."""
+    found, run = list[RunEvents](), dry_run._run
+
+    def seen(*args: Any) -> Any:
+        made = run(*args)
+        assert made.allocator.as_run is not None
+        found.append(made.allocator.as_run)
+        return made
+
+    with mock.patch.object(dry_run, "_run", seen):
+        yield found
 
 
 @dataclass

@@ -126,8 +126,10 @@ def test_only_loops_that_are_never_fused_are_apart(monkeypatch: pytest.MonkeyPat
 def test_code_allocates_at_places(partitions: bool) -> None:
     """The code says so itself, of the function that is called from outside."""
 
+    why: list[str | None] = []
+
     def place(nodes: list[Any]) -> list[Any]:
-        allocate_at_places()
+        why.append(allocate_at_places())
         return nodes
 
     def code(**options: Any) -> str:
@@ -138,3 +140,5 @@ def test_code_allocates_at_places(partitions: bool) -> None:
     assert f"{call} = forward_at_places({call})" in written
     assert "import empty_strided_cpu, empty_strided_cuda, forward_at_places" in written
     assert "at_places" not in code(**{"triton.cudagraphs": True})
+    assert why[0] is None
+    assert "CUDA graph" in str(why[-1])

@@ -19,9 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import fxremat
 from fxremat.step import scope
-from tests.placing import Trial, trial
-from tests.small import Convolutions, Stack
+from tests.placing import Trial, dry_runs, trial
+from tests.small import Convolutions, Layers, Stack
 
 OPTIONS: dict[str, Any] = {"memory_budget": "1GiB", "solver": "greedy", "variants": "none"}
 WAYS = ("as ever", "placed", "poisoned")
@@ -72,7 +73,8 @@ def stack() -> Iterator[Small]:
 def in_all_ways(small: Small, loop: Loop, found: Trial, record: Loop | None = None) -> None:
     """What the loop gives is the same without an arena, in it, and where dead memory is NaN."""
     results = {}
-    found.record(record or small.step, small.model)
+    if not found.placed:
+        found.record(record or small.step, small.model)
     for way in WAYS:
         found.arena.poison = way == "poisoned"
         small.model.zero_grad(set_to_none=True)
@@ -94,6 +96,22 @@ def test_gradients_lie_in_the_arena(stack: Small) -> None:
         assert stack.lies_in(found.arena) == len(stack.weights)
         assert found.arena.nbytes < sum(one.buffer.nbytes for one in found.step.asked)
         assert (found.arena.conflicts, found.arena.differences, found.arena.missed) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("make", "size"), [(lambda: Stack(2, 48), (64, 48)), (Convolutions, (8, 3, 16, 16))]
+)
+def test_what_a_dry_run_says_holds(make: Callable[[], nn.Module], size: tuple[int, ...]) -> None:
+    """The code asks for the buffers of the dry run, and each is dead when that says so."""
+    with dry_runs() as runs:
+        small = Small(make, *size)
+        small.step()
+    with trial() as found:
+        found.record(small.step, small.model)
+        found.plan(runs)
+        in_all_ways(small, lambda: [small.step(), *small.gradients()], found)
+        assert (found.arena.conflicts, found.arena.differences, found.arena.missed) == (0, 0, 0)
+        assert small.lies_in(found.arena) > 0
 
 
 def test_the_arena_is_given_back_with_the_last_graph(stack: Small) -> None:
@@ -307,10 +325,22 @@ def a_backward_fails(stack: Small) -> Any:
     return found, stack.step(2), stack.gradients()
 
 
+def compiled_autograd(stack: Small) -> Any:
+    """The whole backward is one graph, without the nodes that know their places."""
+    losses = []
+    for k in range(1, 3):
+        stack.model.zero_grad(set_to_none=True)
+        with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+            losses.append(stack.call(stack.x * k))
+            losses[-1].backward()
+    return losses, stack.gradients()
+
+
 LOOPS = (
     micro_batches, late_zero_grad, kept_gradients, some_kept_gradients, hooks, optimizer,
     twice_in_the_same_place, dropped_forwards, two_at_once, evaluated_between, saved_on_cpu,
     hooks_that_hold_what_is_saved, hooks_that_hold_what_they_read, checkpointed, a_backward_fails,
+    compiled_autograd,
 )  # fmt: skip
 
 
@@ -437,6 +467,29 @@ def test_one_graph_for_many_sizes() -> None:
         in_all_ways(small, lambda: loop(sizes), found)
         assert found.arena.differences == 0
         assert small.lies_in(found.arena) == len(small.weights)
+
+
+def test_gradients_that_are_added_inside_of_the_backward() -> None:
+    """Their memory is given away as soon as they are added, while the graph still holds them."""
+    small = Small(lambda: Layers(3, 32), 4, 32)
+    added = fxremat.accumulate_in_backward(small.model)
+
+    def step() -> Any:
+        for k in range(3):
+            small.call(small.x * (k + 1)).backward()
+        found = [one.clone() for one in small.gradients()]
+        small.model.zero_grad(set_to_none=True)
+        return found
+
+    with dry_runs() as runs:
+        step()
+    small.call(small.x).backward()
+    with trial() as found:
+        found.record(lambda: small.call(small.x).backward(), small.model)
+        found.plan(runs)
+        small.model.zero_grad(set_to_none=True)
+        in_all_ways(small, step, found)
+    added.remove()
 
 
 def test_blocks_one_by_one_and_two_models(stack: Small) -> None:

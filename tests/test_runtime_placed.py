@@ -15,6 +15,7 @@ from fxremat.runtime.placed import (
     backward_at_places,
     empty_strided_cpu,
     empty_strided_cuda,
+    free,
     set_places_of_backward,
 )
 from tests.placing import run_at
@@ -233,6 +234,26 @@ def test_who_holds_a_storage_alone_holds_its_bytes() -> None:
     assert torch.equal(torch.empty(0).set_(storage), torch.ones(256))
     del storage, other
     assert where(run, run_at(run.forward, ask)) == [0]
+
+
+def test_what_is_freed_is_given_away_whoever_holds_it() -> None:
+    """In each run again; elsewhere the storage has no bytes any more."""
+    run, kept = placed(half(0, 0, None)), list[torch.Tensor]()
+
+    def code() -> list[torch.Tensor]:
+        first, other = ask(), torch.ones(256)
+        free(first)
+        free(other)
+        return [first, ask().fill_(1), other]
+
+    for _ in range(4):
+        first, second, other = run_at(run.forward, code)
+        assert where(run, first, second) == [0, 0]
+        assert torch.equal(second, torch.ones(256))
+        assert other.untyped_storage().nbytes() == 0
+        kept.append(first)
+        del second
+    assert run.forward.arena.conflicts == 0
 
 
 def test_dead_memory_is_poisoned() -> None:

@@ -30,6 +30,7 @@ from fxremat.compat.placement import (
     allocate_in_pool,
     new_block,
     reinterpret,
+    storage_number,
     write_over,
 )
 from fxremat.core.layout import HalfLayout, StepLayout, extent
@@ -130,6 +131,14 @@ class PlacedHalf:
             go_on_with(map(_closely, self.current[number + 1 :]))
         return empty(size, stride, dtype)
 
+    def free(self, tensor: torch.Tensor) -> bool:
+        """Nobody reads again what lies where a tensor does; False if that is no place of it."""
+        slot = self.arena.numbers.get(storage_number(tensor.untyped_storage()))
+        if slot is None:
+            return False
+        self.arena.renew(slot)
+        return True
+
     def _fits(
         self, place: Place, slot: Slot, size: Any, stride: Any, dtype: torch.dtype, empty: Empty
     ) -> bool:
@@ -175,7 +184,7 @@ class PlacedHalf:
                 continue
             before, dtype = covered.owners(slot), self.dtypes[number]
             covered.cover(slot)
-            places.append(Place(one.size, one.stride, dtype, empty, slot.base, before, number))
+            places.append(Place(one.size, one.stride, dtype, empty, slot, before, number))
         return places
 
     def watch(self, outliving: Iterable[Slot]) -> None:
@@ -248,6 +257,8 @@ class Arena:
         planned; halves that were not placed, for another one was in the arena."""
         self._halves: weakref.WeakSet[PlacedHalf] = weakref.WeakSet()
         self._slots: dict[tuple[int, int, torch.dtype], Slot] = {}
+        self.numbers: dict[int, Slot] = {}
+        """Slots by the numbers of their storages."""
         self._leaked: dict[Slot, None] = {}
         """Held against the plan when their half had ended."""
         self._filled: dict[Slot, None] = {}
@@ -281,8 +292,15 @@ class Arena:
         key = (offset, offset + nbytes, dtype)
         if key not in self._slots:
             assert self.block is not None
-            self._slots[key] = Slot(self.block, *key)
+            slot = self._slots[key] = Slot(self.block, *key)
+            self.numbers[slot.number] = slot
         return self._slots[key]
+
+    def renew(self, slot: Slot) -> None:
+        """Whoever holds what lies there does not count any more."""
+        del self.numbers[slot.number]
+        slot.renew()
+        self.numbers[slot.number] = slot
 
     # -- halves -----------------------------------------------------------------------------------
 
@@ -340,8 +358,9 @@ class Arena:
             return None
         if half.bound != self.state:
             self._bind()
-        if any(slot.base.data_ptr() != slot.address for slot in half.outlive):
-            self._renew()
+        for slot in half.outlive:
+            if slot.is_moved:
+                self.renew(slot)
         self._leaked = dict.fromkeys(held(self._leaked))
         others = half.watched.held()
         if self._leaked:
@@ -411,14 +430,8 @@ class Arena:
         self.state += 1
         if not lent:
             self._pool = None  # what of its memory nobody holds goes back to the device
-        for known in (self._slots, self._leaked, self._filled):
-            known.clear()
-
-    def _renew(self) -> None:
-        """Somebody has moved storages out of the block: others take their places."""
-        self._slots = {key: slot for key, slot in self._slots.items() if not slot.is_moved}
-        self.state += 1
-        self._bind()
+        self._slots, self.numbers = {}, {}
+        self._leaked, self._filled = {}, {}
 
     def _bind(self) -> None:
         """Have all halves find their slots, and what may be held when they begin."""
@@ -429,6 +442,7 @@ class Arena:
         wanted = {slot for half in halves for slot in half.slots}
         old = set(held(slot for slot in before.values() if slot not in wanted))
         self._slots = {k: slot for k, slot in self._slots.items() if slot in wanted or slot in old}
+        self.numbers = {slot.number: slot for slot in self._slots.values()}
         outliving = dict.fromkeys((*old, *(slot for half in halves for slot in half.outlive)))
         for half in halves:
             half.watch(outliving)

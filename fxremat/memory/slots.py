@@ -19,17 +19,32 @@ class Slot:
     """
 
     __slots__ = (
-        "__weakref__", "address", "base", "begin", "end", "number", "references", "storage", "uses",
+        "_block", "_dtype", "_spare", "address", "base", "begin", "end", "number", "references",
+        "storage", "uses",
     )  # fmt: skip
 
     def __init__(self, block: torch.Tensor, begin: int, end: int, dtype: torch.dtype) -> None:
-        self.begin, self.end = begin, end
-        self.base = tensor_over(block, begin, end, dtype)
+        self.begin, self.end, self._block, self._dtype = begin, end, block, dtype
+        self._spare: torch.Tensor | None = None
+        self.lie_at(tensor_over(block, begin, end, dtype))
         self.address = self.base.data_ptr()
-        self.storage = self.base.untyped_storage()
-        self.number = storage_number(self.storage)
         self.uses = storage_uses(self.number)
         self.references = min(getrefcount(self.storage), *_references([self, self]))
+
+    def lie_at(self, base: torch.Tensor) -> None:
+        """What is given away from now on has the storage of this tensor."""
+        self.base, self.storage = base, base.untyped_storage()
+        self.number = storage_number(self.storage)
+
+    def renew(self) -> None:
+        """Take another storage over the same bytes: who holds the one of now does not count."""
+        before, spare = self.base, self._spare
+        if spare is None:
+            spare = tensor_over(self._block, self.begin, self.end, self._dtype)
+        self.lie_at(spare)
+        if held([self]):
+            self.lie_at(tensor_over(self._block, self.begin, self.end, self._dtype))
+        self._spare = before if before.data_ptr() == self.address else None
 
     @property
     def is_moved(self) -> bool:
@@ -41,7 +56,7 @@ def _references(slots: Iterable[Slot]) -> Iterable[int]:
     return map(getrefcount, map(_storage_of, slots))
 
 
-_storage_of = attrgetter("storage")
+_storage_of, _number_of = attrgetter("storage"), attrgetter("number")
 
 
 def held(slots: Iterable[Slot]) -> list[Slot]:
@@ -58,13 +73,12 @@ class Group:
 
     def __init__(self, slots: Iterable[Slot] = ()) -> None:
         self.slots = list(slots)
-        self._numbers = [slot.number for slot in self.slots]
         self._uses = min((slot.uses for slot in self.slots), default=0)
         self._references = min((slot.references for slot in self.slots), default=0)
 
     def held(self) -> list[Slot]:
         """As `held`."""
-        uses = max(map(storage_uses, self._numbers), default=0)
+        uses = max(map(storage_uses, map(_number_of, self.slots)), default=0)
         if uses <= self._uses and max(_references(self.slots), default=0) <= self._references:
             return []
         return held(self.slots)

@@ -41,6 +41,7 @@ from fxremat.compat.backward import (
 )
 from fxremat.runtime.host_memory import extent, is_host, is_on, size_of_extent, storage_address
 from fxremat.runtime.kernels import WAITS, no_result, register
+from fxremat.runtime.placed import free
 
 log = logging.getLogger(__name__)
 
@@ -142,19 +143,10 @@ def _accumulated(
     with no_other_backward() as alone:
         if alone and reason is None:
             weight.grad.add_(gradient)
-            _give_back(gradient)
+            free(gradient)
             _keep_from(adder)
             return
     _tell(reason or "another backward is running", gradient)
-
-
-def _give_back(gradient: torch.Tensor) -> None:
-    """Leave a tensor like the gradient without its memory; nobody looks at it."""
-    storage = gradient.untyped_storage()
-    if storage.resizable():
-        storage.resize_(0)
-    else:  # at a planned address
-        gradient.data = gradient.new_zeros(()).expand(gradient.shape)
 
 
 def _begin() -> None:

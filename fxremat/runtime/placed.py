@@ -24,17 +24,17 @@ Call = Callable[..., Any]
 
 
 class Place(NamedTuple):
-    """Where the buffer of one call lies: what is asked for, and a tensor over these bytes.
+    """Where the buffer of one call lies: what is asked for, and the slot that it is given.
 
-    ``size`` is None where `Half.place` decides. ``before`` are the slots (`fxremat.memory.slots`)
-    that had the bytes last. ``number`` is that of the call.
+    ``size`` is None where `Half.place` decides. Slots are those of `fxremat.memory.slots`; those
+    ``before`` had the bytes last. ``number`` is that of the call.
     """
 
     size: tuple[int, ...] | None
     stride: tuple[int, ...]
     dtype: torch.dtype
     empty: Empty
-    base: torch.Tensor
+    slot: Any
     before: tuple[Any, ...]
     number: int
 
@@ -57,6 +57,10 @@ class Half(Protocol):
         self, number: int, size: Any, stride: Any, dtype: torch.dtype, empty: Empty
     ) -> torch.Tensor:
         """The buffer of a call that is not quite as planned, or whose bytes may be held."""
+        ...
+
+    def free(self, tensor: torch.Tensor) -> bool:
+        """Nobody reads again what lies where a tensor does; False if that is no place of it."""
         ...
 
 
@@ -83,7 +87,7 @@ def _placing(empty: Empty) -> Empty:
         place = next(places, None)
         if place is None:
             return empty(size, stride, dtype)
-        planned, strides, kind, allocate, base, before, number = place
+        planned, strides, kind, allocate, own, before, number = place
         if size == planned and stride == strides and dtype is kind and empty is allocate:
             for slot in before:
                 if (
@@ -92,7 +96,7 @@ def _placing(empty: Empty) -> Empty:
                 ):
                     break
             else:
-                return reinterpret(base, size, stride, 0)
+                return reinterpret(own.base, size, stride, 0)
         placed: torch.Tensor = now.half.place(number, size, stride, dtype, empty)
         return placed
 
@@ -101,6 +105,16 @@ def _placing(empty: Empty) -> Empty:
 
 empty_strided_cpu = _placing(EMPTY["cpu"])
 empty_strided_cuda = _placing(EMPTY["cuda"])
+
+
+def free(tensor: torch.Tensor) -> None:
+    """Give back the memory of a tensor that nobody reads again, whoever holds it.
+
+    It is called inside of code.
+    """
+    half, storage = _NOW.half, tensor.untyped_storage()
+    if (half is None or not half.free(tensor)) and storage.resizable():
+        storage.resize_(0)
 
 
 def go_on_with(places: Places) -> None:

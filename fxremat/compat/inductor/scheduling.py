@@ -116,22 +116,23 @@ def names_being_scheduled() -> list[str]:
     return [node.name for node in module.graph.nodes]
 
 
-def allocate_at_places() -> None:
+def allocate_at_places() -> str | None:
     """Have the code that is written for a forward or a backward get its buffers from `PLACED`.
 
-    It stands in the code, so that caches keep it. Code in C++ has no Python to do so, and what is
-    recorded as a CUDA graph has addresses of its own.
+    It stands in the code, so that caches keep it. Returns why it cannot, where that is so.
     """
     from torch._inductor import config
     from torch._inductor.codegen.wrapper import PythonWrapperCodegen
     from torch._inductor.virtualized import V
 
     graph: Any = V.graph
-    if graph.is_inference or graph.cpp_wrapper or config.triton.cudagraphs:
-        return
     wrapper = graph.wrapper_code
-    if type(wrapper) is not PythonWrapperCodegen:  # a part of another graph's code, or C++
-        return
+    if graph.cpp_wrapper:
+        return "its code is written in C++"
+    if config.triton.cudagraphs:
+        return "what is recorded as a CUDA graph has addresses of its own"
+    if graph.is_inference or type(wrapper) is not PythonWrapperCodegen:
+        return None  # nothing waits for a backward, or it is a part of another graph's code
     half = "backward" if graph.is_backward else "forward"
     entered = f"{half}_at_places"
     wrapper.header.writeline(
@@ -139,6 +140,7 @@ def allocate_at_places() -> None:
     )
     call = "Runner.call" if config.graph_partition else "call"
     wrapper.suffix.writeline(f"{call} = {entered}({call})")
+    return None
 
 
 PLACED = "fxremat.runtime.placed"
