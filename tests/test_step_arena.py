@@ -52,6 +52,7 @@ class Trained:
         return [p.grad.clone() for p in self.model.parameters() if p.grad is not None]
 
     def peak_bytes(self, run: Any) -> int:
+        self.model.zero_grad(set_to_none=True)
         return fxremat.measure_peak(run, held=(self.model, self.x)).peak_bytes
 
     @property

@@ -352,8 +352,8 @@ class Arena:
             self._lock.release()
 
     def _places(self, half: PlacedHalf) -> Places | None:
-        if self._is_changed:
-            self._take()
+        if self._is_changed or self._is_unfit_for(half):
+            self._take(half)
         if self.is_off:
             return None
         if half.bound != self.state:
@@ -401,10 +401,23 @@ class Arena:
 
     # -- the block --------------------------------------------------------------------------------
 
-    def _take(self) -> None:
-        """Take the block that the layouts need, and forget slots that none needs."""
+    def _is_unfit_for(self, half: PlacedHalf) -> bool:
+        """Whether the block was taken for graphs that take turns with this one."""
+        if half.arena_bytes == self.nbytes:
+            return False
+        smaller = self.device.type == "cpu" and half.arena_bytes < self.nbytes
+        return half.arena_bytes > self.nbytes or (smaller and not held(self._slots.values()))
+
+    def _take(self, half: PlacedHalf) -> None:
+        """Take the block that the layouts need, and forget slots that none needs.
+
+        On the CPU what is allocated elsewhere is free again when it is freed, so that graphs which
+        take turns each have a block of their own size.
+        """
         self._is_changed = False
-        needed = max((half.arena_bytes for half in self._halves), default=0)
+        needed = max((one.arena_bytes for one in self._halves), default=0)
+        if self.device.type == "cpu" and not held(self._slots.values()):
+            needed = half.arena_bytes
         grows, shrinks = needed > self.nbytes, needed < self.nbytes
         if grows or (shrinks and not held(self._slots.values())):
             self._give_back()
