@@ -105,14 +105,20 @@ class TracedModel:
             code = generate(forward, is_backward=False, seen_outputs=outputs)
             return _forward_events(forward, code)
 
-    def planned(self, options: Mapping[str, Any], *, gradients_stay: bool = False) -> Report:
-        """As it is planned with these options. Raises `InfeasibleBudget` where that is refused."""
+    def planned(
+        self,
+        options: Mapping[str, Any],
+        shared: tuple[int, int] = (0, 0),
+        *,
+        gradients_stay: bool = False,
+    ) -> Report:
+        """As it is planned with these options. Raises `InfeasibleBudget` where that is refused.
+
+        Graphs that take turns with it have an arena and a pool of so many ``shared`` bytes.
+        """
         parsed = parse_options(options, device_total_bytes=total_bytes(CUDA))
         request = request_for(self.examples, parsed)
-        if gradients_stay:
-            weights = [x for x in self.examples if isinstance(x, nn.Parameter) and x.requires_grad]
-            held = request.budget.held + sum(one.nbytes for one in weights)
-            request = request.with_budget(held=held).with_inputs(gradients_stay=True)
+        request = request.with_inputs(gradients_stay=gradients_stay).with_budget(shared=shared)
         patches = patches_for(parsed, request, None, self.examples)
         with session.separate(), generating(self.joint, patches):
             current = session.begin()

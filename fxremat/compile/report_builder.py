@@ -137,6 +137,7 @@ def _memory(
         minimum_peak_bytes=evaluation.peak_bytes + request.budget.beside if found.over else None,
         predicted_reserved_bytes=None if reserved is None else reserved.nbytes,
         arena_bytes=0 if reserved is None else reserved.arena_bytes,
+        pool_bytes=0 if reserved is None else reserved.pool_bytes,
         tuning_bytes=request.budget.autotune,
         host_peak_bytes=replay(problem, plan.steps).host_peak_bytes,
         count=request.budget.metric,

@@ -43,6 +43,7 @@ class Budget:
     ``allocator`` holds its settings; None where the device has no such allocator, or one whose
     settings are not modelled. Of ``held``, ``coming`` are to come that nobody sees yet. When no
     graph runs and the optimizer steps, ``optimizer_step`` bytes are there: no budget is less.
+    Graphs that take turns with this one have an arena and a pool of ``shared`` bytes already.
     """
 
     limit: int | None = None
@@ -54,6 +55,7 @@ class Budget:
     allocator: AllocatorSettings | None = None
     coming: int = 0
     optimizer_step: int = 0
+    shared: tuple[int, int] = (0, 0)
 
     @property
     def own(self) -> int | None:
@@ -129,7 +131,7 @@ class GraphInputs:
     The gradients of ``accumulated`` ones are added to their ``grad`` in the backward;
     ``parameters`` are parameters. Where arguments and results are ``passed_on``, others drop them
     as soon as this graph, or the next one, has them. If ``gradients_stay``, those of parameters
-    live on under the next forward: then they are held, and lie outside of the arena.
+    live on under the next forward: then they lie outside of the arena, and are held.
     """
 
     accumulated: tuple[int, ...] = ()

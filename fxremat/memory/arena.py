@@ -53,14 +53,6 @@ def with_arenas(storages: Mapping[int, int], device: torch.device) -> int:
     return sum(outside) + sum(size for _, size in ranges)
 
 
-def move_out_of_arenas(tensors: Iterable[torch.Tensor | None], device: torch.device) -> None:
-    """Give those of the tensors that lie in an arena memory of their own, with their values."""
-    ranges = _ranges(device)
-    for one in tensors:
-        if one is not None and _is_inside(one.untyped_storage().data_ptr(), ranges):
-            one.data = one.detach().clone()
-
-
 def _ranges(device: torch.device) -> list[tuple[int, int]]:
     """Where the arenas of a device begin, and their bytes."""
     blocks = [one.block for one in list(_ARENAS) if one.device == device]
@@ -333,6 +325,27 @@ class Arena:
         finally:
             self._lock.release()
 
+    def move_out(self, tensors: Iterable[torch.Tensor], half: PlacedHalf | None) -> None:
+        """Give those of the tensors that lie in the arena memory of their own, with their values.
+
+        ``half`` comes next. On CUDA they wait in host memory until what it needs is taken, so that
+        no old segment stays for their sake.
+        """
+        if self.device.type != "cuda":
+            ranges = _ranges(self.device)
+            for one in tensors:
+                if _is_inside(one.untyped_storage().data_ptr(), ranges):
+                    one.data = one.detach().clone()
+            return
+        kept = [(one, one.detach().cpu()) for one in tensors]
+        for one, _ in kept:
+            one.data = one.new_empty(0)
+        if half is not None:
+            self._take(half)
+        with self.own_pool():
+            for one, values in kept:
+                one.data = values.to(self.device)
+
     @contextmanager
     def lent(self) -> Iterator[None]:
         """Inside, a graph without a backward runs, as in an evaluation.
@@ -346,7 +359,7 @@ class Arena:
             if self.block is not None and not held(self._slots.values()):
                 self._give_back(lent=True)
                 self._is_changed = True
-            with self._own_pool():
+            with self.own_pool():
                 yield
         finally:
             self._lock.release()
@@ -422,7 +435,7 @@ class Arena:
         if grows or (shrinks and not held(self._slots.values())):
             self._give_back()
             try:
-                with self._own_pool():
+                with self.own_pool():
                     self.block = new_block(needed, self.device)
                     if self.device.type == "cuda":  # cut from it as the graphs run
                         new_block(max(half.pool_bytes for half in self._halves), self.device)
@@ -479,7 +492,7 @@ class Arena:
         self._stream = stream
 
     @contextmanager
-    def _own_pool(self) -> Iterator[None]:
+    def own_pool(self) -> Iterator[None]:
         """Inside, what this thread allocates comes from the pool."""
         self._use_pool()
         try:

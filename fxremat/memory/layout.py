@@ -98,18 +98,30 @@ def arrange(
         names = (frozenset(name for k, name in offsets if k == run) for run in range(len(runs)))
         return Arranged(StepLayout(layouts, placement.arena_bytes), tuple(names))
 
+    staying = [one for run in runs for one in gradients_before(run)]
     if device == "cpu":
         return arranged(_within_peak(PartialArena(buffers, rest, 1), thorough))
     arena, best = PartialArena(buffers, rest, ALIGNMENT_BYTES[device]), list[Arranged]()
     for placement in _placements(arena, thorough):
         one = arranged(placement)
-        outside = [*_named(in_sequence(one.outside(runs), order))]
+        outside = [*staying, *_named(in_sequence(one.outside(runs), order))]
         segment, reserved = least_pool(outside, settings)
         layout = replace(one.layout, pool_bytes=segment)
         best.append(replace(one, layout=layout, reserved_bytes=layout.arena_bytes + reserved))
         if best[-1].reserved_bytes <= (1 + LITTLE_UNUSED) * arena.peak_bytes + SMALL_SEGMENT_BYTES:
             break
     return min(best, key=lambda one: one.reserved_bytes)
+
+
+def gradients_before(run: RunEvents) -> tuple[Allocate, ...]:
+    """Those of an earlier backward, where gradients live on under the next forward.
+
+    They have names that no block of the run has.
+    """
+    sizes = run.sizes()
+    names = dict.fromkeys(one.gradient for one in run.inputs if run.gradients_stay and not one.own)
+    made = [(10**9 + k, sizes[name]) for k, name in enumerate(names) if name is not None]
+    return tuple(Allocate(f"{number}", nbytes) for number, nbytes in made)
 
 
 def _placements(arena: PartialArena, thorough: bool) -> Iterator[Placement]:

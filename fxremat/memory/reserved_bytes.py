@@ -19,7 +19,7 @@ from fxremat.memory.allocator.caching import Usage, replay
 from fxremat.memory.allocator.rules import SEGMENT_STEP_BYTES, round_up
 from fxremat.memory.allocator.settings import AllocatorSettings
 from fxremat.memory.composed_steps import composed
-from fxremat.memory.layout import arrange
+from fxremat.memory.layout import arrange, gradients_before
 
 OWN_POOL, ARENA = 1, 2
 """Streams that stand for the graphs' own pool, and for what lies in the arena."""
@@ -29,21 +29,30 @@ ALONE: Order = ((0, "forward"), (0, "backward"))
 
 @dataclass(frozen=True)
 class Reserved:
-    """What is reserved for a step: by the pools, for the arena of the layout, and ``beside``."""
+    """What is reserved for a step: by the pools, for the arena of the layout, and ``beside``.
+
+    Graphs that take turns with these have had an arena and a pool of so many bytes (``shared``).
+    """
 
     pools: Usage
     layout: StepLayout
     beside: int = 0
+    shared: tuple[int, int] = (0, 0)
 
     @property
     def arena_bytes(self) -> int:
         """The segment that the allocator takes for the arena."""
-        return round_up(self.layout.arena_bytes, SEGMENT_STEP_BYTES)
+        return max(round_up(self.layout.arena_bytes, SEGMENT_STEP_BYTES), self.shared[0])
+
+    @property
+    def pool_bytes(self) -> int:
+        """What the pools have, without what lies beside."""
+        return max(self.pools.peak_reserved_bytes, self.shared[1])
 
     @property
     def nbytes(self) -> int:
         """All of it, at the peak."""
-        return self.pools.peak_reserved_bytes + self.arena_bytes + self.beside
+        return self.pool_bytes + self.arena_bytes + self.beside
 
 
 def reserved(
@@ -70,16 +79,21 @@ def reserved(
 
 
 def reserved_by_run(
-    events: Sequence[Event], run: RunEvents, settings: AllocatorSettings, held_bytes: int
+    events: Sequence[Event],
+    run: RunEvents,
+    settings: AllocatorSettings,
+    held_bytes: int,
+    shared: tuple[int, int] = (0, 0),
 ) -> Reserved:
     """What one run of a graph reserves; ``events`` are those of its step, with what is resident.
 
     Of the pool that all share it is known what that reserves: ``held_bytes`` and what is resident.
     """
     found = arrange([run], ALONE, "cuda", settings=settings)
-    marked = [_where(event, found.placed[0]) for event in events if not _is_resident(event)]
+    there = (*gradients_before(run), *events)
+    marked = [_where(event, found.placed[0]) for event in there if not _is_resident(event)]
     beside = held_bytes + sum(event.nbytes for event in events if _is_resident(event))
-    return replace(_reserved_with(found.layout, marked, settings), beside=beside)
+    return replace(_reserved_with(found.layout, marked, settings), beside=beside, shared=shared)
 
 
 def reserved_by_step(

@@ -98,10 +98,11 @@ class MemoryFigures:
     ``held_bytes`` are held outside of the graph, and part of every peak.
     ``predicted_peak_bytes`` is the peak of Inductor's own kernels where a dry run counted them,
     else that of the planned graph; it is in allocated bytes. ``predicted_reserved_bytes`` is what a
-    model of torch's allocator reserves for two steps on CUDA, None elsewhere; ``arena_bytes`` of it
-    are one block in which the plan gives every buffer its address. ``count`` says which of the two
-    the budget counts. Peaks are those of every step but the first: in that one ``tuning_bytes`` of
-    the budget are left to the tuning of kernels.
+    model of torch's allocator reserves in a loop on CUDA, None elsewhere; ``arena_bytes`` of it are
+    one block in which buffers have planned addresses, and ``pool_bytes`` a pool for what else the
+    graph allocates. ``count`` says which of the two the budget counts. Peaks are those of every
+    step but the first: in that one ``tuning_bytes`` of the budget are left to the tuning of
+    kernels.
     ``minimum_peak_bytes`` is the least budget that can be met, as the error names it; None where it
     was not looked for (`Explanation.minimum_peak_bytes` looks). ``store_all_peak_bytes`` is the
     peak of running every op once, in the graph without operator variants.
@@ -116,6 +117,7 @@ class MemoryFigures:
     minimum_peak_bytes: int | None = None
     predicted_reserved_bytes: int | None = None
     arena_bytes: int = 0
+    pool_bytes: int = 0
     tuning_bytes: int = 0
     host_peak_bytes: int = 0
     count: str = "allocated"

@@ -122,6 +122,9 @@ class _WatchedRuns:
         promise = one.promise
         scope.begin(promise, args)
         placed = self.placed_run(place, promise.device)
+        if scope.to_move and scope.arena is not None:
+            scope.arena.move_out(scope.to_move, None if placed is None else placed.forward)
+            scope.to_move = []
         with places_of_forward(None if placed is None else placed.forward):
             results = one.call(*args)
         if placed is not None:

@@ -24,7 +24,6 @@ from fxremat.compile.request import Request
 from fxremat.core.layout import NOWHERE, StepLayout
 from fxremat.core.step import Interface, Step
 from fxremat.errors import InfeasibleBudget, forget_frames
-from fxremat.memory.arena import move_out_of_arenas
 from fxremat.memory.reserved_bytes import Reserved
 from fxremat.memory.storages import storage_bytes
 from fxremat.planner import step_versions as planner
@@ -181,12 +180,13 @@ class GraphInStep:
         budget, device = self.request.budget, self.where.device
         if budget.limit is None or self.request.inputs.gradients_stay or self.sharded:
             return False
-        weights = [x for x in args if isinstance(x, nn.Parameter) and x.grad is not None]
-        living = [x.grad for x in weights if not will_be_added(x)]
+        weights = (x for x in args if isinstance(x, nn.Parameter) and not will_be_added(x))
+        living = [one.grad for one in weights if one.grad is not None]
         if not living:
             return False
-        move_out_of_arenas(living, device)
-        self._hold(storage_bytes(living, device))
+        self.where.scope.to_move, self.where.scope.shared = living, (0, 0)
+        if device.type != "cuda":  # there they are in the pool of the graphs
+            self._hold(storage_bytes(living, device))
         self.request = self.request.with_inputs(gradients_stay=True)
         self.where.scope.due |= self.role.described is not None
         return self.role.described is None
@@ -230,7 +230,8 @@ class GraphInStep:
         the next one on they leave more. Raises `InfeasibleBudget` with what all need together.
         """
         missing, told = 0, len(session.STATE.reports)
-        request = self.request.with_budget(between=self.observed.between)
+        scope = self.where.scope
+        request = self.request.with_budget(between=self.observed.between, shared=scope.shared)
         try:
             version = self.graph.compile(request)
         except InfeasibleBudget as refused:
@@ -252,6 +253,8 @@ class GraphInStep:
             self.call = version.call
             return None
         self.taken.count, self.placing.run = 1, report.events
+        there = report.memory.arena_bytes, report.memory.pool_bytes
+        scope.shared = max(scope.shared[0], there[0]), max(scope.shared[1], there[1])
         promised = self.promised(version, request)
         if missing:
             promised = replace(promised, promise=replace(promised.promise, left_bytes=missing))

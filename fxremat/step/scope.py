@@ -208,6 +208,10 @@ class BudgetScope:
     due: bool = False
     warned: Warned = field(default_factory=Warned)
     arena: Arena | None = None
+    shared: tuple[int, int] = (0, 0)
+    """Bytes of the arena and the pool on CUDA of graphs that take turns."""
+    to_move: list[torch.Tensor] = field(default_factory=list)
+    """Gradients that lie where the next layout has something else."""
     watch: StepWatch | None = None
     planned_again: int = 0
     """How often, because a step took more than the budget."""

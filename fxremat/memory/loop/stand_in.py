@@ -65,25 +65,33 @@ class Arena:
             self.recorder.let_go(ARENA)
             self.taken = False
 
-    def renew(self, nbytes: int, pool_bytes: int) -> None:
-        """Have another size from now on; what nobody holds goes back to the device."""
-        if (nbytes, pool_bytes) != (self.nbytes, self.pool_bytes):
-            self.lend()
-            self.recorder.empty_pool()
-            self.nbytes, self.pool_bytes = nbytes, pool_bytes
+    def is_other(self, graph: LoopGraph) -> bool:
+        """Whether the graph was planned for another one."""
+        return (graph.arena_bytes, graph.pool_bytes) != (self.nbytes, self.pool_bytes)
 
-    def move_out(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Give gradients that lie there memory of their own."""
-        recorder = self.recorder
-        for one in parameters:
+    def renew(self, graph: LoopGraph, weights: Iterable[torch.Tensor]) -> None:
+        """Have the size for this graph; gradients of the weights come into its pool.
+
+        They wait in host memory until the arena is taken anew.
+        """
+        recorder, moved = self.recorder, list[torch.Tensor]()
+        for one in weights:
             block = None if one.grad is None else recorder.name_of(one.grad)
-            if one.grad is not None and block is not None and recorder.places[block] == "arena":
-                name = recorder.allocate(one.grad.nbytes, "gradients")
-                with recorder.unseen():
-                    one.grad = torch.empty_like(one.grad)
-                recorder.adopt(one.grad, name)
-                recorder.let_go(name)
-                recorder.sweep()
+            if block is not None and recorder.places[block] != "common":
+                moved.append(one)
+        for one in moved:
+            with recorder.unseen():
+                one.grad = torch.empty_like(one)
+        recorder.sweep()
+        self.lend()
+        recorder.empty_pool()
+        self.nbytes, self.pool_bytes = graph.arena_bytes, graph.pool_bytes
+        self.take()
+        for one in moved:
+            name = recorder.allocate(one.nbytes, "gradients", "graphs")
+            assert one.grad is not None
+            recorder.adopt(one.grad, name)
+            recorder.let_go(name)
 
     def is_free(self, start: int, nbytes: int) -> bool:
         """Whether nothing lives there."""
@@ -294,9 +302,8 @@ class StandIn(nn.Module):
         if not training:
             loop.arena.lend()
         elif graph.layout is not None:
-            if graph.events.gradients_stay:
-                loop.arena.move_out(weights)
-                loop.arena.renew(graph.arena_bytes, graph.pool_bytes)
+            if graph.events.gradients_stay and loop.arena.is_other(graph):
+                loop.arena.renew(graph, weights)
             loop.arena.take()
         run = _Run(graph, loop.recorder, loop.arena)
         last: torch.Tensor = _Graph.apply(run, *given)[-1]  # type: ignore[no-untyped-call]
