@@ -14,7 +14,7 @@ from fxremat.core.events import Allocate, EmptyCache, Free, Given, RunEvents
 from fxremat.core.layout import CodeBuffer, HalfLayout, RunLayout
 from fxremat.memory.loop.recorder import Libraries, LoopRecord, LoopRecorder
 from fxremat.memory.loop.replay import replay_loop
-from fxremat.memory.loop.stand_in import Arena, LoopGraph, StandIn, on_device
+from fxremat.memory.loop.stand_in import Arena, LoopGraph, StandIn, on_device, runs_as
 from fxremat.sizes import MIB
 
 WEIGHTS, WIDTH = 3, 1024
@@ -262,6 +262,20 @@ def test_what_is_placed_lies_in_the_arena_unless_something_lives_there() -> None
     assert first == ["arena"] * (3 + WEIGHTS)
     [temporary] = [place for step, n, place in places if (step, n) == (1, TEMPORARY)][:1]
     assert temporary == "graphs"  # the gradients of the first step are still there
+
+
+def test_graphs_stand_in_for_what_is_compiled_between_eager_code() -> None:
+    recorder = LoopRecorder()
+    with recorder.running():
+        model, like = _model(), torch.empty((), device="cuda")
+        graph = LoopGraph(_events(), ("", "", ""), (like,))
+        with on_device(model, (), recorder):
+            [loss] = runs_as(graph, 1, recorder, Arena(recorder, 0))(7, *model.parameters())
+            torch.autograd.backward(loss * 2)
+            gradients = [one.grad for one in model.parameters()]
+            assert all(one is not None and one.shape == (WIDTH, WIDTH) for one in gradients)
+            record = recorder.record()
+    assert _bytes(record, "gradients") == [WEIGHT] * WEIGHTS
 
 
 def test_the_peak_says_who_holds_what() -> None:

@@ -7,7 +7,8 @@ FUNCTION gives a module that returns the loss, and its inputs: a tuple, or a dic
 of its arguments. Without one, the models of `benchmarks.loops.models` are judged. The loops
 (`benchmarks.loops.steps`) are real Python: each runs on tensors without memory, all that it
 allocates is recorded, and a model of torch's allocator says what is reserved. A budget such as
-``60%`` is a part of what plain torch.compile reserves in the same loop.
+``60%`` is a part of what plain torch.compile reserves in the same loop. Where a model breaks into
+several graphs, Dynamo runs what lies between them.
 
 What is promised comes from the plan, before the loop is judged; where the loop then reserves more
 than the budget, the row says "over". Rows are printed, and written, as they end. Exits with 1 where

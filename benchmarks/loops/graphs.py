@@ -33,14 +33,11 @@ from fxremat.cost.cuda_scratch import CudaScratch, Multiprocessors
 from fxremat.memory.measured_peak import uncollected
 from fxremat.options import parse_options
 from fxremat.report.report import Report
-
-
-class SeveralGraphs(Exception):
-    """Dynamo breaks the model into several graphs."""
+from fxremat.step.planned import plan_in_order
 
 
 class _Traced(Exception):
-    """The graph is known: nothing has to run."""
+    """All graphs are known: the last one does not have to run."""
 
 
 def scratch_of_card() -> CudaScratch:
@@ -54,7 +51,8 @@ def scratch_of_card() -> CudaScratch:
 class TracedModel:
     """The joint graph of a model on the device, and where its inputs come from.
 
-    ``inputs`` has the name of a parameter or buffer, or the place of an argument, for each.
+    ``inputs`` has the name of a parameter or buffer, or the place of an argument, for each; "" for
+    what another graph of the model gives.
     """
 
     dynamo_graph: fx.GraphModule
@@ -129,29 +127,48 @@ class TracedModel:
         return current.report
 
 
-def traced_model(model: nn.Module, inputs: Sequence[Any]) -> TracedModel:
-    """Trace a model of a single graph; to be called inside of `fxremat.device.absent`.
+def planned_together(
+    graphs: Sequence[TracedModel],
+    options: Mapping[str, Any],
+    shared: tuple[int, int],
+    *,
+    gradients_stay: bool,
+) -> list[Report]:
+    """The graphs of a model under one budget. Raises `InfeasibleBudget` where that is refused.
 
-    Raises `SeveralGraphs` where there are more.
+    What is ``shared``, and gradients that stay, are planned for where it is one graph.
     """
+    if len(graphs) == 1:
+        return [graphs[0].planned(options, shared, gradients_stay=gradients_stay)]
+    parsed = parse_options(options, device_total_bytes=total_bytes(CUDA))
+    given = [(copy_module(one.dynamo_graph), one.examples) for one in graphs]
+    with session.separate():
+        reports = plan_in_order(given, parsed)
+    if len(reports) < len(graphs):
+        raise ValueError("a graph of several has no backward; such models are not judged yet")
+    return list(reports)
+
+
+def traced_graphs(model: nn.Module, inputs: Sequence[Any]) -> list[TracedModel]:
+    """Trace the graphs of a model, in their order; inside of `fxremat.device.absent`."""
     found: list[TracedModel] = []
     names: dict[int, str | int] = {}
 
     def backend(gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
-        if more_follow(gm):
-            raise SeveralGraphs("the model breaks into several graphs")
-        gm = inline_regions(gm)
+        more, gm = more_follow(gm), inline_regions(gm)
         parsed = parse_options({}, device_total_bytes=total_bytes(CUDA))
         request = request_for(examples, parsed)
 
         def keep(joint: fx.GraphModule, joint_inputs: Any, **asked: Any) -> Any:
-            places = tuple(names[id(x)] for x in examples if isinstance(x, torch.Tensor))
+            places = tuple(names.get(id(x), "") for x in examples if isinstance(x, torch.Tensor))
             whole = copy_module(joint)
             found.append(TracedModel(gm, examples, whole, joint_inputs, asked, places))
             return torch_partition(joint, joint_inputs, **asked)
 
-        traced(gm, examples, patches_for(parsed, request, None, examples), keep)
-        raise _Traced
+        run = traced(gm, examples, patches_for(parsed, request, None, examples), keep)
+        if not more:
+            raise _Traced
+        return run
 
     with (
         on_host_without_memory(model, (tuple(inputs), {})) as (given, _),
@@ -165,13 +182,11 @@ def traced_model(model: nn.Module, inputs: Sequence[Any]) -> TracedModel:
         try:
             torch.compile(model, backend=backend)(*given)
         except Exception as error:
-            inner = getattr(error, "inner_exception", error)
-            if isinstance(inner, SeveralGraphs):
-                raise inner from None
-            if not found:
+            if not isinstance(getattr(error, "inner_exception", error), _Traced):
                 raise
-    [one] = found
-    return one
+    if not found:
+        raise ValueError("Dynamo makes no graph of the model: it runs eagerly under torch.compile")
+    return found
 
 
 def _forward_events(forward: fx.GraphModule, code: Generated) -> RunEvents:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
+from fxremat.compat.absent.pretending import pretending
+from fxremat.compat.dynamo import fresh_dynamo_caches
 from fxremat.core.events import RunEvents
 from fxremat.core.layout import RunLayout, StepLayout
 from fxremat.core.step import last_first
@@ -17,15 +20,18 @@ from fxremat.cost.cuda_scratch import cublas_workspace
 from fxremat.memory.layout import arrange
 from fxremat.memory.loop.recorder import Libraries, LoopRecord, LoopRecorder
 from fxremat.memory.loop.replay import LoopUsage, replay_loop
-from fxremat.memory.loop.stand_in import Arena, LoopGraph, StandIn, on_device
+from fxremat.memory.loop.stand_in import Arena, LoopGraph, StandIn, on_device, runs_as
 from fxremat.report.report import Report
 
-from .graphs import TracedModel, checkpointed, scratch_of_card, traced_model
+from .graphs import TracedModel, checkpointed, planned_together, scratch_of_card, traced_graphs
 from .steps import LOOPS, OPTIMIZERS
 
 STAY = "training, gradients stay"
 GRADIENTS_LIVE = ("accumulate4", "zero_grad_late_and_clip")
 """Loops in which gradients live on where a forward begins."""
+
+Graphs = tuple[LoopGraph, ...]
+"""Those of a model, in the order in which they run."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +52,7 @@ class Promise:
 
     promised: int
     least: int | None
-    graphs: dict[str, LoopGraph]
+    graphs: dict[str, Graphs]
     arena_bytes: int = 0
     pool_bytes: int = 0
 
@@ -60,10 +66,10 @@ class Judge:
 
     model: nn.Module
     inputs: tuple[Any, ...]
-    traces: dict[str, TracedModel] = field(default_factory=dict)
-    plain_graphs: dict[str, LoopGraph] = field(default_factory=dict)
+    traces: dict[str, list[TracedModel]] = field(default_factory=dict)
+    plain_graphs: dict[str, Graphs] = field(default_factory=dict)
     plain_usage: dict[str, LoopUsage] = field(default_factory=dict)
-    reports: dict[tuple[str, ...], Report] = field(default_factory=dict)
+    reports: dict[tuple[str, ...], list[Report]] = field(default_factory=dict)
     checkpoints: Judge | None = None
     """The same model with its blocks checkpointed."""
 
@@ -94,28 +100,30 @@ class Judge:
         reports = {name: self._report(name, options) for name in trained}
         if loop in GRADIENTS_LIVE:
             reports[STAY] = self._report(STAY, options)
-        placed = {name: _placed(one) for name, one in reports.items()}
+        placed = {name: _placed(found) for name, found in reports.items()}
         graphs = {name: self._as_planned(name, reports[name], placed[name]) for name in reports}
         first = [one for name, one in placed.items() if name != STAY]
         arena = max(one.arena_bytes for one in first)
         pool = max(one.pool_bytes for one in first)
         if "evaluation" in _graphs_of(loop):
-            graphs["evaluation"] = replace(self._plain("evaluation"), layout=RunLayout())
-        promised = [one.predicted_reserved_bytes or 0 for one in reports.values()]
-        least = [one.minimum_peak_bytes for one in reports.values()]
+            plain = self._plain("evaluation")
+            graphs["evaluation"] = tuple(replace(one, layout=RunLayout()) for one in plain)
+        all_reports = [one for found in reports.values() for one in found]
+        promised = [one.predicted_reserved_bytes or 0 for one in all_reports]
+        least = [one.minimum_peak_bytes for one in all_reports]
         known = [one for one in least if one is not None]
         return Promise(max(promised), max(known, default=None), graphs, arena, pool)
 
-    def _report(self, name: str, options: dict[str, Any]) -> Report:
+    def _report(self, name: str, options: dict[str, Any]) -> list[Report]:
         """Planned once for the same budget."""
         asked = name, *options.values()
         if asked not in self.reports:
             shared = (0, 0)
             if name == "other shape":
-                memory = self._report("training", options).memory
-                shared = memory.arena_bytes, memory.pool_bytes
-            self.reports[asked] = self._traced(name).planned(
-                options, shared, gradients_stay=name == STAY
+                found = [one.memory for one in self._report("training", options)]
+                shared = found[-1].arena_bytes, found[-1].pool_bytes
+            self.reports[asked] = planned_together(
+                self._traced(name), options, shared, gradients_stay=name == STAY
             )
         return self.reports[asked]
 
@@ -133,60 +141,104 @@ class Judge:
             usage.held,
         )
 
-    def _traced(self, name: str) -> TracedModel:
+    def _traced(self, name: str) -> list[TracedModel]:
         shape = "other shape" if name == "other shape" else "training"
         if shape not in self.traces:
             inputs = self.others if shape == "other shape" else self.inputs
-            self.traces[shape] = traced_model(self.model, inputs)
+            self.traces[shape] = traced_graphs(self.model, inputs)
         return self.traces[shape]
 
-    def _plain(self, name: str) -> LoopGraph:
+    def _plain(self, name: str) -> Graphs:
         if name not in self.plain_graphs:
-            traced = self._traced(name)
-            events = traced.evaluated() if name == "evaluation" else traced.plain()
-            self.plain_graphs[name] = _graph(traced, events)
+            self.plain_graphs[name] = tuple(
+                _graph(one, one.evaluated() if name == "evaluation" else one.plain())
+                for one in self._traced(name)
+            )
         return self.plain_graphs[name]
 
-    def _as_planned(self, name: str, report: Report, placed: StepLayout) -> LoopGraph:
-        assert report.events is not None
-        graph = _graph(self._traced(name), report.events, placed.runs[0])
-        return replace(graph, arena_bytes=placed.arena_bytes, pool_bytes=placed.pool_bytes)
+    def _as_planned(self, name: str, reports: list[Report], placed: StepLayout) -> Graphs:
+        runs = zip(self._traced(name), reports, placed.runs, strict=True)
+        made = (_graph(traced, _events(one), layout) for traced, one, layout in runs)
+        arena, pool = placed.arena_bytes, placed.pool_bytes
+        return tuple(replace(one, arena_bytes=arena, pool_bytes=pool) for one in made)
 
     def _recorded(
-        self, loop: str, graphs: dict[str, LoopGraph], arena: int = 0, pool: int = 0
+        self, loop: str, graphs: dict[str, Graphs], arena_bytes: int = 0, pool_bytes: int = 0
     ) -> LoopRecord:
         card = _card()
         libraries = Libraries(
             cublas_workspace(card.capability), card.l2_cache, scratch_of_card().blocks_of_call
         )
         recorder = LoopRecorder(libraries)
-        full = _shapes(self.inputs)
+        arena, full = Arena(recorder, arena_bytes, pool_bytes), _shapes(self.inputs)
+        both = self.inputs, self.others if "other shape" in graphs else ()
 
         seen = set[bool]()
 
-        def graph_of(inputs: Sequence[torch.Tensor], gradients: bool, living: bool) -> LoopGraph:
+        def name_of(inputs: Sequence[Any], gradients: bool, living: bool = False) -> str:
             if not gradients:
-                return graphs["evaluation"]
+                return "evaluation"
             seen.add(living)
             if True in seen and STAY in graphs:  # planned again, and from then on
-                return graphs[STAY]
-            return graphs["training" if _shapes(inputs) == full else "other shape"]
+                return STAY
+            return "training" if _shapes(inputs) == full else "other shape"
 
-        both = (self.inputs, self.others)
-        with recorder.running(), on_device(self.model, both, recorder) as (inputs, others):
-            model = StandIn(self.model, recorder, graph_of, Arena(recorder, arena, pool))
-            LOOPS[loop](model, inputs, others, recorder.next_step)
+        with (
+            pretending(card.properties()) if _are_several(graphs) else nullcontext(),
+            recorder.running(),
+            on_device(self.model, both, recorder) as (inputs, others),
+        ):
+            if _are_several(graphs):
+                model: nn.Module = Several(self.model, recorder, name_of, graphs, arena)
+            else:
+                model = StandIn(self.model, recorder, lambda *x: graphs[name_of(*x)][0], arena)
+            with fresh_dynamo_caches():
+                LOOPS[loop](model, inputs, others, recorder.next_step)
             return recorder.record()
+
+
+class Several(nn.Module):
+    """A model of several graphs: Dynamo runs what lies between them, and they are stood in for."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        recorder: LoopRecorder,
+        name_of: Callable[[Sequence[Any], bool], str],
+        graphs: dict[str, Graphs],
+        arena: Arena,
+    ) -> None:
+        super().__init__()
+        self.name_of, self.name = name_of, ""
+        left = {name: iter(several) for name, several in graphs.items()}
+
+        def backend(gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+            outputs: Any = gm.graph.output_node().args[0]
+            return runs_as(next(left[self.name]), len(outputs), recorder, arena)
+
+        self.model: Any = torch.compile(model, backend=backend, dynamic=False)
+
+    def forward(self, *inputs: Any) -> Any:
+        self.name = self.name_of(inputs, torch.is_grad_enabled())
+        return self.model(*inputs)
+
+
+def _are_several(graphs: dict[str, Graphs]) -> bool:
+    return any(len(several) > 1 for several in graphs.values())
 
 
 def _graph(traced: TracedModel, events: RunEvents, layout: RunLayout | None = None) -> LoopGraph:
     return LoopGraph(events, traced.inputs, traced.results, layout)
 
 
-def _placed(report: Report) -> StepLayout:
-    """The addresses of a graph that is alone in its step."""
+def _events(report: Report) -> RunEvents:
     assert report.events is not None
-    return arrange([report.events], last_first(1), "cuda").layout
+    return report.events
+
+
+def _placed(reports: list[Report]) -> StepLayout:
+    """The addresses of graphs that run forward in this order, and backward in turn."""
+    return arrange([*map(_events, reports)], last_first(len(reports)), "cuda").layout
 
 
 def _card() -> Card:

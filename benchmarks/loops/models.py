@@ -37,22 +37,32 @@ class PreNorm(nn.Module):
         return result
 
 
-class Vision(nn.Module):
-    """A vision transformer up to its last norm; the first token stands for the picture."""
+def quick_gelu(x: Tensor) -> Tensor:
+    """What CLIP has for GELU."""
+    return x * torch.sigmoid(1.702 * x)
 
-    def __init__(
-        self, width: int, heads: int, layers: int, act: Callable[[Tensor], Tensor] = F.gelu
-    ) -> None:
+
+class Vision(nn.Module):
+    """A vision transformer up to its last norm; the first token stands for the picture.
+
+    CLIP's has no bias in its first layer, one more norm, and another activation.
+    """
+
+    def __init__(self, width: int, heads: int, layers: int, is_clip: bool = False) -> None:
         super().__init__()
-        self.patches = nn.Conv2d(3, width, 16, 16)
+        self.patches = nn.Conv2d(3, width, 16, 16, bias=not is_clip)
+        self.before = nn.LayerNorm(width) if is_clip else nn.Identity()
         self.first = nn.Parameter(torch.zeros(1, 1, width))
         self.positions = nn.Parameter(torch.zeros(1, 197, width))
-        self.blocks = nn.ModuleList(PreNorm(width, heads, act) for _ in range(layers))
+        self.blocks = nn.ModuleList(
+            PreNorm(width, heads, quick_gelu if is_clip else F.gelu) for _ in range(layers)
+        )
         self.norm = nn.LayerNorm(width)
 
     def forward(self, images: Tensor) -> Tensor:
         x = self.patches(images).flatten(2).transpose(1, 2)
         x = torch.cat((self.first.expand(len(x), -1, -1), x), dim=1) + self.positions
+        x = self.before(x)
         for block in self.blocks:
             x = block(x)
         result: Tensor = self.norm(x)[:, 0]
@@ -76,18 +86,12 @@ def vit() -> Made:
     return model, (pictures(64).to(torch.bfloat16), torch.randint(0, 1000, (64,)))
 
 
-def quick_gelu(x: Tensor) -> Tensor:
-    """What CLIP has for GELU."""
-    return x * torch.sigmoid(1.702 * x)
-
-
 class Clip(nn.Module):
     """Pairs texts and pictures: each is to be nearest to its own."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.vision = Vision(768, 12, 12, quick_gelu)
-        self.norm_vision = nn.LayerNorm(768)
+        self.vision = Vision(768, 12, 12, is_clip=True)
         self.tokens, self.positions = nn.Embedding(49408, 512), nn.Embedding(77, 512)
         self.blocks = nn.ModuleList(PreNorm(512, 8, quick_gelu) for _ in range(8))
         self.norm = nn.LayerNorm(512)

@@ -60,6 +60,8 @@ _ANSWERS: dict[str, Callable[..., Any]] = {
     "max_memory_allocated": _nothing,
     "max_memory_reserved": _nothing,
     "reset_peak_memory_stats": _nothing,
+    "get_rng_state": _nothing,
+    "set_rng_state": _nothing,
 }
 """What `torch.cuda` says inside."""
 

@@ -26,7 +26,8 @@ class LoopGraph:
     """A graph of the model: what it does, what it is given, and where its buffers lie.
 
     ``inputs`` has, for each of the inputs of its events, the name of a parameter or buffer of the
-    model, or the place of an argument. ``results`` are like its results; there is no backward
+    model, or the place of an argument; the graphs of a model that has several are given theirs as
+    it runs. ``results`` are like its results; there is no backward
     without gradients. With a ``layout`` what it places lies in the arena, and all else that the
     graph allocates in the pool of the graphs; without one, in that of everybody.
     """
@@ -161,6 +162,7 @@ class _Graph(torch.autograd.Function):
             for name in dict.fromkeys(events.results):
                 if name not in events.again:
                     recorder.let_go(run.own.pop(name))
+        ctx.mark_non_differentiable(*(x for x in results if not x.is_floating_point()))
         ctx.run = run
         ctx.like = [None if one.gradient is None else _size(x) for x, one in _given(given, events)]
         return results
@@ -308,6 +310,24 @@ class StandIn(nn.Module):
         run = _Run(graph, loop.recorder, loop.arena)
         last: torch.Tensor = _Graph.apply(run, *given)[-1]  # type: ignore[no-untyped-call]
         return last
+
+
+def runs_as(
+    graph: LoopGraph, outputs: int, recorder: LoopRecorder, arena: Arena
+) -> Callable[..., list[torch.Tensor]]:
+    """What stands for the compiled graph where Dynamo runs what lies between several of them.
+
+    Of its results the last ``outputs`` are its own.
+    """
+
+    def run(*args: Any) -> list[torch.Tensor]:
+        if graph.layout is not None:
+            arena.take()
+        given = [one for one in args if isinstance(one, torch.Tensor)]
+        made = _Graph.apply(_Run(graph, recorder, arena), *given)  # type: ignore[no-untyped-call]
+        return list(made[len(made) - outputs :])
+
+    return run
 
 
 @dataclass(frozen=True)

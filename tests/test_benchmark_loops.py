@@ -1,0 +1,99 @@
+"""The benchmark of loops: its models, its rows, and one model judged from end to end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.loops.__main__ import arguments
+from benchmarks.loops.judge import half_of_batch
+from benchmarks.loops.models import MODELS
+from benchmarks.loops.recorded import Recorded, recorded_steps
+from benchmarks.loops.rows import LoopRow, all_rows, budget_of
+from benchmarks.loops.steps import LOOPS
+from fxremat.compat.absent.pretending import has_triton
+from fxremat.sizes import MIB
+
+NAMES = {"bert_amp": "bert", "clip_amp": "clip", "deberta_amp": "deberta", "gemma2": "gemma2",
+         "llamab": "llama", "lora": "lora", "t5": "t5"}  # fmt: skip
+
+
+@pytest.mark.parametrize("recorded", recorded_steps(), ids=lambda one: one.name)
+def test_models_train_as_many_bytes_as_those_that_a_gpu_ran(recorded: Recorded) -> None:
+    with torch.device("meta"):
+        model, _ = MODELS[NAMES[recorded.name]]()
+    trained = sum(one.nbytes for one in model.parameters() if one.requires_grad)
+    assert trained == sum(recorded.trained)
+
+
+def test_a_budget_is_a_part_of_what_plain_compile_takes_or_bytes() -> None:
+    assert budget_of("60%", 1000) == 600
+    assert budget_of("8MiB", 1000) == 8 * MIB
+
+
+def test_another_shape_is_half_the_batch_or_half_the_text() -> None:
+    text, mask = torch.zeros(4, 6), torch.zeros(6, 6)
+    assert [x.shape for x in half_of_batch((text, mask, text[:, 0]))] == [(2, 6), (6, 6), (2,)]
+    assert [x.shape for x in half_of_batch((text[:1], mask))] == [(1, 3), (6, 3)]
+
+
+def test_what_is_asked_for_is_checked() -> None:
+    assert arguments([]).models == list(MODELS)
+    assert arguments([]).loops == list(LOOPS)
+    for words in (["nobody"], ["--loops", "none"], ["--device", "abacus"]):
+        with pytest.raises(SystemExit):
+            arguments(words)
+
+
+def test_a_model_that_is_not_there_has_failed_in_each_loop() -> None:
+    asked = arguments(["nowhere.py:net", "--loops", "adamw_fused,evaluate", "--together", "1"])
+    rows = list(all_rows(asked))
+    assert [(row.loop, row.status) for row in rows] == [("adamw_fused", "failed"),
+                                                       ("evaluate", "failed")]  # fmt: skip
+    assert "reserved" in rows[0].as_json()
+
+
+NET = """
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(512, 512) for _ in range(8))
+
+    def forward(self, x):
+        for layer in self.layers[:5]:
+            x = torch.relu(layer(x))
+        {between}
+        for layer in self.layers[5:]:
+            x = torch.relu(layer(x))
+        return x.mean()
+
+
+def net():
+    return Net(), {{"x": torch.zeros(65536, 512)}}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not has_triton(), reason="needs triton")
+@pytest.mark.parametrize("between", ["pass", "torch._dynamo.graph_break()"])
+def test_a_model_is_judged(between: str, tmp_path: Path) -> None:
+    file = tmp_path / "net.py"
+    file.write_text(NET.format(between=between), encoding="utf-8")
+    words = [f"{file}:net", "--loops", "adamw_fused", "--together", "1", "--budget", "80%"]
+    [row] = all_rows(arguments(words))
+    assert isinstance(row, LoopRow)
+    assert row.status in ("ok", "over")
+    assert row.outcome is not None
+    assert row.plain is not None
+    assert len(row.outcome.reserved_by_step) == 6
+    assert row.outcome.held["parameters"] == 8 * (512 * 512 + 512) * 4
+    assert row.outcome.held["states"] >= 2 * row.outcome.held["parameters"]
+    assert row.outcome.held["eager"] >= 65536 * 512 * 4
+    assert row.outcome.reserved == max(row.outcome.reserved_by_step)
+    assert row.outcome.reserved < row.plain
