@@ -125,7 +125,7 @@ def run_events_from_json(data: dict[str, Any]) -> RunEvents:
         incoming=tuple((str(name), int(nbytes)) for name, nbytes in data["incoming"]),
         forward_buffers=tuple(map(_buffer_from_json, data["forward_buffers"])),
         backward_buffers=tuple(map(_buffer_from_json, data["backward_buffers"])),
-        gradients_stay=bool(data["gradients_stay"]),
+        gradients_stay=bool(data.get("gradients_stay")),
     )
 
 

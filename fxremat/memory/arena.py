@@ -43,20 +43,30 @@ log = logging.getLogger(__name__)
 _ARENAS: weakref.WeakSet[Arena] = weakref.WeakSet()
 
 
-def with_arenas(storages: Mapping[int, int], device: torch.device) -> int:
-    """The bytes of storages, by their addresses, and of all arenas on the device.
+@dataclass(frozen=True)
+class ArenasBefore:
+    """The arenas of a device at some moment: where each lies, its bytes, and how often it was used.
 
-    What lies in an arena counts with it, and an arena counts whether something lies in it or not.
+    What runs afterwards has used some of them, whose bytes it needs whether something lies in them
+    or not.
     """
-    ranges = _ranges(device)
-    outside = (n for address, n in storages.items() if not _is_inside(address, ranges))
-    return sum(outside) + sum(size for _, size in ranges)
 
+    each: tuple[tuple[Arena, int, int, int], ...]
 
-def _ranges(device: torch.device) -> list[tuple[int, int]]:
-    """Where the arenas of a device begin, and their bytes."""
-    blocks = [one.block for one in list(_ARENAS) if one.device == device]
-    return [(one.data_ptr(), one.nbytes) for one in blocks if one is not None]
+    @classmethod
+    def on(cls, device: torch.device) -> ArenasBefore:
+        """As they are now."""
+        there = [one for one in list(_ARENAS) if one.device == device and one.block is not None]
+        return cls(tuple((one, one.address, one.nbytes, one.entered) for one in there))
+
+    def bytes_with(self, storages: Mapping[int, int]) -> int:
+        """Of storages, by their addresses then, and of those arenas that were used since.
+
+        What lay in such an arena counts with it.
+        """
+        used = [(at, size) for one, at, size, entered in self.each if one.entered > entered]
+        outside = (n for address, n in storages.items() if not _is_inside(address, used))
+        return sum(outside) + sum(size for _, size in used)
 
 
 def _is_inside(address: int, ranges: Iterable[tuple[int, int]]) -> bool:
@@ -247,6 +257,8 @@ class Arena:
         self.conflicts = self.differences = self.missed = 0
         """Buffers that were allocated as ever, for what lay there is held, or they are not as
         planned; halves that were not placed, for another one was in the arena."""
+        self.entered = 0
+        """How many halves have run in it."""
         self._halves: weakref.WeakSet[PlacedHalf] = weakref.WeakSet()
         self._slots: dict[tuple[int, int, torch.dtype], Slot] = {}
         self.numbers: dict[int, Slot] = {}
@@ -264,6 +276,15 @@ class Arena:
     def nbytes(self) -> int:
         """What it takes now."""
         return 0 if self.block is None else self.block.nbytes
+
+    @property
+    def address(self) -> int:
+        """Where it lies now."""
+        return 0 if self.block is None else self.block.data_ptr()
+
+    def holds(self, address: int) -> bool:
+        """Whether these bytes lie in it."""
+        return _is_inside(address, [(self.address, self.nbytes)])
 
     def placed(self, layout: StepLayout) -> tuple[PlacedRun, ...]:
         """The runs of a layout, in this arena as long as somebody holds them."""
@@ -309,6 +330,7 @@ class Arena:
             places = self._places(half)
             if places is not None:
                 self._use_pool()
+                self.entered += 1
                 is_in = True
             return places
         finally:
@@ -325,23 +347,21 @@ class Arena:
         finally:
             self._lock.release()
 
-    def move_out(self, tensors: Iterable[torch.Tensor], half: PlacedHalf | None) -> None:
+    def move_out(self, tensors: Iterable[torch.Tensor]) -> None:
         """Give those of the tensors that lie in the arena memory of their own, with their values.
 
-        ``half`` comes next. On CUDA they wait in host memory until what it needs is taken, so that
-        no old segment stays for their sake.
+        On CUDA they wait in host memory until what layouts need now is taken, so that no segment of
+        before stays for their sake.
         """
         if self.device.type != "cuda":
-            ranges = _ranges(self.device)
             for one in tensors:
-                if _is_inside(one.untyped_storage().data_ptr(), ranges):
+                if self.holds(one.untyped_storage().data_ptr()):
                     one.data = one.detach().clone()
             return
         kept = [(one, one.detach().cpu()) for one in tensors]
         for one, _ in kept:
             one.data = one.new_empty(0)
-        if half is not None:
-            self._take(half)
+        self._take()
         with self.own_pool():
             for one, values in kept:
                 one.data = values.to(self.device)
@@ -365,8 +385,8 @@ class Arena:
             self._lock.release()
 
     def _places(self, half: PlacedHalf) -> Places | None:
-        if self._is_changed or self._is_unfit_for(half):
-            self._take(half)
+        if self._is_changed:
+            self._take()
         if self.is_off:
             return None
         if half.bound != self.state:
@@ -414,23 +434,10 @@ class Arena:
 
     # -- the block --------------------------------------------------------------------------------
 
-    def _is_unfit_for(self, half: PlacedHalf) -> bool:
-        """Whether the block was taken for graphs that take turns with this one."""
-        if half.arena_bytes == self.nbytes:
-            return False
-        smaller = self.device.type == "cpu" and half.arena_bytes < self.nbytes
-        return half.arena_bytes > self.nbytes or (smaller and not held(self._slots.values()))
-
-    def _take(self, half: PlacedHalf) -> None:
-        """Take the block that the layouts need, and forget slots that none needs.
-
-        On the CPU what is allocated elsewhere is free again when it is freed, so that graphs which
-        take turns each have a block of their own size.
-        """
+    def _take(self) -> None:
+        """Take the block that the layouts need, and forget slots that none needs."""
         self._is_changed = False
-        needed = max((one.arena_bytes for one in self._halves), default=0)
-        if self.device.type == "cpu" and not held(self._slots.values()):
-            needed = half.arena_bytes
+        needed = max((half.arena_bytes for half in self._halves), default=0)
         grows, shrinks = needed > self.nbytes, needed < self.nbytes
         if grows or (shrinks and not held(self._slots.values())):
             self._give_back()

@@ -23,7 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from fxremat.compat.measuring import profiler_memory_events
 from fxremat.compat.tensors import plain_tensors
-from fxremat.memory.arena import with_arenas
+from fxremat.memory.arena import ArenasBefore
 from fxremat.runtime import is_host
 
 DeviceLike = torch.device | str | None
@@ -59,8 +59,9 @@ def measure_peak(
     if where.type not in ("cpu", "cuda"):
         raise ValueError(f"cannot measure on {where.type!r}; measure_peak knows cpu and cuda")
     if where.type == "cpu":
-        start = with_arenas(_storages(held, where), where)  # before fn adds gradients to it
+        storages, arenas = _storages(held, where), ArenasBefore.on(where)  # before fn changes them
         above = _profiled(fn, where)
+        start = arenas.bytes_with(storages)
         return MeasuredPeak(start + above, start, above, str(where))
     torch.cuda.synchronize(where)
     start, reserved = torch.cuda.memory_allocated(where), torch.cuda.memory_reserved(where)

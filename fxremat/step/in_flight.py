@@ -123,7 +123,7 @@ class _WatchedRuns:
         scope.begin(promise, args)
         placed = self.placed_run(place, promise.device)
         if scope.to_move and scope.arena is not None:
-            scope.arena.move_out(scope.to_move, None if placed is None else placed.forward)
+            scope.arena.move_out(scope.to_move)
             scope.to_move = []
         with places_of_forward(None if placed is None else placed.forward):
             results = one.call(*args)

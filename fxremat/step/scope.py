@@ -23,7 +23,7 @@ from fxremat.compat.backward import when_freed
 from fxremat.compat.dynamo import compilations
 from fxremat.core.step import Order, in_order, last_first
 from fxremat.errors import BudgetExceeded, PromiseBroken
-from fxremat.memory.arena import Arena, with_arenas
+from fxremat.memory.arena import Arena
 from fxremat.memory.composed_steps import outside_in_order
 from fxremat.memory.storages import Storages, saved_storages, storages_of, with_gradients
 from fxremat.memory.watched_steps import StepWatch
@@ -371,7 +371,11 @@ class BudgetScope:
             around, self.saved_bytes = [each() for each in promise.around], 0
             around = pytree.tree_leaves(around)
             resident = with_gradients([*args, *around], promise.device)
-            self.watch.begin(with_arenas(resident, promise.device))
+            arena = self.arena
+            if arena is not None:
+                resident = {k: n for k, n in resident.items() if not arena.holds(k)}
+                resident[arena.address] = arena.nbytes
+            self.watch.begin(sum(resident.values()))
 
     def _compilations(self) -> int:
         """How many there were, by Dynamo and by graphs that were planned again."""
