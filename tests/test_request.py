@@ -102,9 +102,13 @@ def test_a_reserve_adds_to_all_that_is_counted_without_it(
     assert (asked(here, 100).held, asked(here, 100, reserve=7).held) == (100, 107)
     card(allocated=100 * MIB)
     monkeypatch.setattr(request, "device_of_inputs", lambda inputs: GPU)
-    without, given = asked(here), asked(here, reserve=7)
+    allocated: dict[str, Any] = {"count": "allocated"}
+    without, given = asked(here, **allocated), asked(here, reserve=7, **allocated)
     assert (without.held, without.autotune, without.coming) == (100 * MIB, CACHE, 0)
     assert (given.held, given.autotune, given.coming) == (100 * MIB + 7, CACHE, 7)
+    without, given = asked(here), asked(here, reserve=7)  # tuning takes a segment of small blocks
+    assert (without.held, without.autotune, without.coming) == (102 * MIB, 0, 0)
+    assert (given.held, given.autotune, given.coming) == (102 * MIB + 7, 0, 7)
 
 
 def test_states_of_an_optimizer_are_held() -> None:
@@ -152,8 +156,10 @@ def test_workspaces_of_cublas_are_allocated_before_bytes_are_counted(
     monkeypatch.setattr(request, "allocate_cublas", lambda device: card(allocated=5 * MIB))
     weight = torch.empty(8, device="meta")
     monkeypatch.setattr(request, "device_of_inputs", lambda inputs: GPU)
-    asked = request.request_for([weight], options())
+    asked = request.request_for([weight], options(count="allocated"))
     assert asked.budget.held == 6 * MIB
+    asked = request.request_for([weight], options())
+    assert asked.budget.held == (6 + 2) * MIB  # with a segment of small blocks for tuning
 
 
 def test_tensors_of_another_device_are_no_inputs_here(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import fxremat
 from fxremat.core.events import Allocate, Event, Free, Given, RunEvents
 from fxremat.core.layout import CodeBuffer
 from fxremat.memory.allocator.settings import AllocatorSettings
+from fxremat.memory.common_pool import CommonPool
 from fxremat.memory.reserved_bytes import reserved, reserved_by_run
 from fxremat.sizes import MIB
 
@@ -43,18 +44,28 @@ def test_what_the_code_asks_for_lies_in_the_arena() -> None:
     events = (Allocate("weight", 4 * MIB), *forward, Allocate("3", 4), *run.backward)
     found = reserved_by_run(events, run, SETTINGS, 10 * MIB)
     assert found.arena_bytes == (40 + 12) * MIB
-    # What is held, the segment that the weight is cut from, the result of the library, small ones.
-    assert found.pools.peak_reserved_bytes == (10 + 20 + 24 + 2) * MIB
-    assert found.nbytes == found.arena_bytes + found.pools.peak_reserved_bytes
+    assert found.pools.peak_reserved_bytes == (24 + 2) * MIB  # what a library gives, small blocks
+    assert found.nbytes == found.arena_bytes + found.pools.peak_reserved_bytes + (10 + 4) * MIB
     names = [buffer.block for buffer in found.layout.runs[0].forward.buffers]
     assert names == ["0", "1"]
 
 
-def test_the_pool_of_graphs_gets_nothing_of_the_pool_of_all() -> None:
-    """The weight leaves 16 MiB of its segment, which the graph's 12 MiB could have had."""
-    run = RunEvents((Allocate("0", 2 * MIB), Free("0")), ())
-    found = reserved_by_run((Allocate("weight", 4 * MIB), *run.forward), run, SETTINGS, 0)
-    assert found.nbytes == (20 + 20) * MIB
+def test_graphs_that_take_turns_share_what_they_reserve() -> None:
+    run = RunEvents((Allocate("0", 30 * MIB), Free("0")), ())
+    found = reserved_by_run(run.forward, run, SETTINGS, 0, shared=(50 * MIB, 20 * MIB))
+    assert found.nbytes == (50 + 30) * MIB
+    more = reserved_by_run(run.forward, run, SETTINGS, 0, shared=(0, 40 * MIB))
+    assert more.nbytes == 40 * MIB
+
+
+def test_the_pool_that_all_share() -> None:
+    """By hand: weights in segments of 20 MiB, twice as much in states, and one more in a step."""
+    pool = CommonPool([12 * MIB] * 2, weights=[12 * MIB] * 2, states=48 * MIB, step=24 * MIB)
+    assert pool.reserved(SETTINGS) == (2 + 4 + 2) * 12 * MIB
+    tuned = CommonPool(
+        [12 * MIB], workspaces=(0,), tuning=40 * MIB, weights=[12 * MIB], states=12 * MIB
+    )
+    assert tuned.reserved(SETTINGS) == (12 + 40) * MIB  # states are cut from what tuning left
 
 
 @pytest.mark.gpu

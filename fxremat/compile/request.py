@@ -395,9 +395,10 @@ def _common_pool(
     weights = [size for x, size in zip(own, sizes, strict=True) if x.is_leaf and x.requires_grad]
     others = accumulation.expected_bytes(device, missing_only=card is None)
     workspaces = [0, 0] if card is None else [cublas_workspace(card.capability)] * 2
-    if card is None:
+    if card is None:  # what is there, is known
         unused = torch.cuda.memory_stats(device).get("inactive_split_bytes.all.current", 0)
-        others += round_up(unseen_bytes(inputs, device) + unused, SEGMENT_STEP_BYTES)
+        others += round_up(torch.cuda.memory_allocated(device) + unused, SEGMENT_STEP_BYTES)
+        sizes = []
     return CommonPool(sizes, others, workspaces, tuning, weights, trained.missing, trained.step)
 
 

@@ -2,7 +2,7 @@
 
 In the first step of a loop it is asked, in this order, for
 
-    inputs, and what others hold
+    inputs
     a workspace of cuBLAS, and what tuning writes over      in the forward, and in the backward
     the optimizer's states                                  for one weight after the other
     what a step of the optimizer makes on top               and frees again
@@ -26,7 +26,7 @@ class CommonPool:
     """What the pool is asked for, in bytes.
 
     The ``weights`` are those that are trained. Optimizers hold ``states`` for them that are not
-    there yet, and make ``step`` bytes more while they step. What ``others`` hold lies in one block.
+    there yet, and make ``step`` bytes more while they step. So much is reserved for ``others``.
     """
 
     inputs: Sequence[int]
@@ -40,10 +40,10 @@ class CommonPool:
 
     def reserved(self, settings: AllocatorSettings) -> int:
         """The most that is reserved."""
-        return replay(list(self._events()), settings).peak_reserved_bytes
+        return self.others + replay(list(self._events()), settings).peak_reserved_bytes
 
     def _events(self) -> Iterator[Event]:
-        yield from self._held([*self.inputs, self.others])
+        yield from self._held(self.inputs)
         for workspace in self.workspaces or (0,):
             yield from self._held([workspace])
             yield from self._made([self.tuning])
