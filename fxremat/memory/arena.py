@@ -133,13 +133,16 @@ class PlacedHalf:
             go_on_with(map(_closely, self.current[number + 1 :]))
         return empty(size, stride, dtype)
 
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies in the arena."""
+        return storage_number(tensor.untyped_storage()) in self.arena.numbers
+
     def free(self, tensor: torch.Tensor) -> bool:
-        """Nobody reads again what lies where a tensor does; False if that is no place of it."""
+        """Nobody reads again what lies where a tensor does; False if that is not in the arena."""
         slot = self.arena.numbers.get(storage_number(tensor.untyped_storage()))
-        if slot is None:
-            return False
-        self.arena.renew(slot)
-        return True
+        if slot is not None:
+            self.arena.renew(slot)
+        return slot is not None
 
     def _fits(
         self, place: Place, slot: Slot, size: Any, stride: Any, dtype: torch.dtype, empty: Empty

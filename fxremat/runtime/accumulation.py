@@ -41,7 +41,7 @@ from fxremat.compat.backward import (
 )
 from fxremat.runtime.host_memory import extent, is_host, is_on, size_of_extent, storage_address
 from fxremat.runtime.kernels import WAITS, no_result, register
-from fxremat.runtime.placed import free
+from fxremat.runtime.placed import can_be_freed, free
 
 log = logging.getLogger(__name__)
 
@@ -228,7 +228,7 @@ def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
 def _owns_its_memory(gradient: torch.Tensor) -> bool:
     storage = gradient.untyped_storage()
     whole = storage.nbytes() == size_of_extent(gradient) > 0
-    return whole and gradient.storage_offset() == 0 and storage.resizable()
+    return whole and gradient.storage_offset() == 0 and can_be_freed(gradient)
 
 
 def _keep_from(adder: Any) -> None:

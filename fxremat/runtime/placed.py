@@ -59,8 +59,12 @@ class Half(Protocol):
         """The buffer of a call that is not quite as planned, or whose bytes may be held."""
         ...
 
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies where it may be freed."""
+        ...
+
     def free(self, tensor: torch.Tensor) -> bool:
-        """Nobody reads again what lies where a tensor does; False if that is no place of it."""
+        """Nobody reads again what lies where a tensor does; False if it has not such a place."""
         ...
 
 
@@ -112,9 +116,14 @@ def free(tensor: torch.Tensor) -> None:
 
     It is called inside of code.
     """
-    half, storage = _NOW.half, tensor.untyped_storage()
-    if (half is None or not half.free(tensor)) and storage.resizable():
-        storage.resize_(0)
+    if _NOW.half is None or not _NOW.half.free(tensor):
+        tensor.untyped_storage().resize_(0)
+
+
+def can_be_freed(tensor: torch.Tensor) -> bool:
+    """Whether `free` can do so."""
+    storage, half = tensor.untyped_storage(), _NOW.half
+    return storage.resizable() or (half is not None and bool(half.has(tensor)))
 
 
 def go_on_with(places: Places) -> None:
