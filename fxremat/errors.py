@@ -236,10 +236,11 @@ class BudgetExceeded(_Record, UserWarning):
     def __str__(self) -> str:
         advice = "It is planned again before the next step, and remembered for the next run."
         if not self.again:
-            reserve = round_up_bytes(self.outside_bytes)
+            reserve = round_up_bytes(self.outside_bytes - self.counted_bytes)
             advice = (
                 "What to do: call fxremat.prepare before the first step, so that it sees the whole "
-                f"step; or compile the loss with the model; or set reserve={reserve!r}."
+                "step; or compile the loss with the model; or hold more back than now, by "
+                f"reserve={reserve!r}."
             )
         over = self.taken_bytes - self.budget_bytes
         return (
