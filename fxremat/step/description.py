@@ -11,8 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
-from fxremat.compile.request import Request
+from fxremat.compile.constants import DRY_RUNS
+from fxremat.compile.request import Budget, Request
 from fxremat.core.events import Outside, RunEvents
 from fxremat.core.layout import NOWHERE, RunLayout, StepLayout
 from fxremat.core.step import (
@@ -30,6 +32,7 @@ from fxremat.memory.allocator.settings import AllocatorSettings
 from fxremat.memory.composed_steps import repeated_outside
 from fxremat.memory.layout import arrange
 from fxremat.memory.reserved_bytes import ALONE, Reserved, order_of, reserved_by_step
+from fxremat.planner import step_versions as planner
 from fxremat.report.report import Report
 from fxremat.step.versions import Offer, Part, followed_by
 
@@ -131,6 +134,39 @@ class StepDescription:
                 forget_frames(refused)
             self.offer(part, offers)
 
+    def least(self, budget: Budget, reserved: Reserves) -> LeastVersions:
+        """The versions that need the least budget, of those that are counted in a dry run.
+
+        ``reserved`` says what versions take of the allocator, None where that is not counted. Then
+        versions that save more may need less: more of what is free fits. So from those of the least
+        peak on, faster ones are tried that allocate less and less.
+        """
+        best = min((self._needed(way, budget, reserved) for way in lowest_ways(budget)), key=_need)
+        aim = best.budget_bytes - budget.autotune
+        for _ in range(DRY_RUNS if budget.metric == "reserved" else 0):
+            fastest = planner.fastest(self.step(), aim)
+            if fastest is None:
+                break
+            found = self._needed(partial(_these, fastest), budget, reserved)
+            over = max(1, found.budget_bytes - best.budget_bytes)
+            aim = min(aim, self.step().peak_bytes(fastest)) - over
+            best = min(best, found, key=_need)
+        return best
+
+    def _needed(self, choose: Way, budget: Budget, reserved: Reserves) -> LeastVersions:
+        """What one way to choose needs."""
+        for _ in range(DRY_RUNS):
+            chosen = choose(self.step())
+            least = self.step().peak_bytes(chosen)
+            self.make_exact(chosen, budget.least_for(least))
+            if self.step().peak_bytes(chosen) <= least:
+                break
+        taken = reserved(chosen)
+        if taken is None:
+            return LeastVersions(chosen, budget.least_for(least))
+        unused = max(0, taken.nbytes - self.step().peak_bytes(chosen))
+        return LeastVersions(chosen, budget.least_for(taken.nbytes), unused)
+
     def outside_bytes(self, part: int) -> int:
         """Live outside when the last run of a part goes backward, beside the gradients it gets."""
         last = self.runs_of(part)[-1]
@@ -145,6 +181,50 @@ class StepDescription:
         """The runs of a part, by their places."""
         runs = [run for run, own in enumerate(self.part_of) if own == part]
         return tuple(sorted(runs, key=self.place_of.__getitem__))
+
+
+@dataclass(frozen=True)
+class LeastVersions:
+    """The version of each run, the budget that they need, and what is unused of it, in bytes."""
+
+    chosen: planner.Chosen
+    budget_bytes: int
+    unused: int = 0
+
+    def refusal(self, limit_bytes: int) -> InfeasibleBudget:
+        """The error of a budget that is less."""
+        return InfeasibleBudget(limit_bytes, self.budget_bytes, (), self.unused)
+
+
+Way = Callable[[Step], planner.Chosen]
+"""How to choose versions."""
+Reserves = Callable[[Sequence[int]], Reserved | None]
+"""What the allocator takes for the chosen version of each run; None where that is not known."""
+
+
+def lowest_ways(budget: Budget) -> tuple[Way, ...]:
+    """How to choose versions that take little.
+
+    Where what is outside makes the peak, any versions have it that are low enough beside it. More
+    may then stay unused between what they save: so they are also chosen by themselves.
+    """
+    if budget.metric != "reserved":
+        return (planner.lowest,)
+    return planner.lowest, lambda step: planner.lowest(_by_itself(step))
+
+
+def _by_itself(step: Step) -> Step:
+    """The same without what is live outside."""
+    points = tuple(replace(point, outside_bytes=0) for point in step.points)
+    return replace(step, points=points)
+
+
+def _these(chosen: planner.Chosen, step: Step) -> planner.Chosen:
+    return chosen
+
+
+def _need(versions: LeastVersions) -> int:
+    return versions.budget_bytes
 
 
 def repeated(

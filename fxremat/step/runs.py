@@ -12,8 +12,9 @@ make are replayed in the model of torch's allocator.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from torch import nn
 
@@ -22,7 +23,7 @@ from fxremat.compile import session
 from fxremat.compile.constants import DRY_RUNS
 from fxremat.compile.request import Request
 from fxremat.core.layout import NOWHERE, StepLayout
-from fxremat.core.step import Interface, Step
+from fxremat.core.step import Interface
 from fxremat.errors import InfeasibleBudget, forget_frames
 from fxremat.memory.reserved_bytes import Reserved
 from fxremat.memory.storages import storage_bytes
@@ -32,7 +33,7 @@ from fxremat.report.report import Report
 from fxremat.runtime.accumulation import will_be_added
 from fxremat.sizes import format_bytes
 from fxremat.step.context import Surroundings, first_description
-from fxremat.step.description import Placing, StepDescription
+from fxremat.step.description import LeastVersions, Placing, StepDescription, lowest_ways
 from fxremat.step.graph import CompiledVersion, Graph, NoBackward
 from fxremat.step.observed import Observed
 from fxremat.step.promise import Compiled, Promise, PromisedVersion, RunVersions
@@ -177,9 +178,10 @@ class GraphInStep:
 
         They count from then on, and later ones lie outside of the arena, where these are moved.
         """
-        budget, device = self.request.budget, self.where.device
-        if budget.limit is None or self.request.inputs.gradients_stay or self.sharded:
-            return False
+        limit, device, known = self.request.budget.limit, self.where.device, self.taken.count != 1
+        known |= self.role.described is not None or self.where.context.pipeline is not None
+        if limit is None or known or self.request.inputs.gradients_stay or self.sharded:
+            return False  # what stays of several runs is counted with them
         weights = (x for x in args if isinstance(x, nn.Parameter) and not will_be_added(x))
         living = [one.grad for one in weights if one.grad is not None]
         if not living:
@@ -188,8 +190,7 @@ class GraphInStep:
         if device.type != "cuda":  # there they are in the pool of the graphs
             self._hold(storage_bytes(living, device))
         self.request = self.request.with_inputs(gradients_stay=True)
-        self.where.scope.due |= self.role.described is not None
-        return self.role.described is None
+        return True
 
     def _hold(self, more: int) -> None:
         if more:
@@ -272,9 +273,7 @@ class GraphInStep:
         if described is None:
             return refused.minimum_bytes
         described.planners[len(described.parts) - 1] = self.graph_plan
-        least = self._refused(described, planner.lowest).minimum_bytes
-        assert least is not None
-        return least
+        return self._least(described).budget_bytes
 
     def part(self) -> Part:
         """What it offers as a part of a step. Raises `NoBackward`."""
@@ -329,7 +328,7 @@ class GraphInStep:
         choose = planner.saving_least if unknown else planner.fastest
         offers, aim = list(part.offers), self.budget_bytes
         failed: set[planner.Chosen] = set()
-        ways = tuple(self._lowest_ways())
+        ways = lowest_ways(self.request.budget)
         for _ in range(DRY_RUNS):
             described.offer(self.role.index, offers)
             chosen = choose(described.step(), aim)
@@ -357,17 +356,24 @@ class GraphInStep:
                 return self._settled(described, offers, made, mine, peak, taken)
             failed.add(chosen)
             aim = min(aim, peak) - over
-        raise self._refusal(described, offers)
+        described.planners[self.role.index] = self.graph_plan
+        least = self._least(described)
+        if least.budget_bytes > self._limit:
+            raise least.refusal(self._limit)
+        chosen, offers = least.chosen, list(described.parts[self.role.index].offers)
+        mine = [chosen[run] for run in described.runs_of(self.role.index)]
+        made = {k: self._compiled(offers, k, part.interface) for k in sorted(set(mine))}
+        peak, taken = described.step().peak_bytes(chosen), self._reserved(described, chosen)
+        return self._settled(described, offers, made, mine, peak, taken)
 
-    def _lowest_ways(self) -> Iterator[Callable[[Step], planner.Chosen]]:
-        """How to choose versions that take little.
+    @property
+    def _limit(self) -> int:
+        assert self.request.budget.limit is not None
+        return self.request.budget.limit
 
-        Where what is outside makes the peak, any versions have it that are low enough beside it.
-        More may then stay unused between what they save: so they are also chosen by themselves.
-        """
-        yield planner.lowest
-        if self.request.budget.metric == "reserved":
-            yield lambda step: planner.lowest(_by_itself(step))
+    def _least(self, described: StepDescription) -> LeastVersions:
+        """The versions that need the least budget."""
+        return described.least(self.request.budget, partial(self._reserved, described))
 
     def _reserved(self, described: StepDescription, chosen: Sequence[int]) -> Reserved | None:
         """What the allocator takes for the whole step; None where that is not known."""
@@ -486,32 +492,6 @@ class GraphInStep:
         )
         return PromisedVersion(version.call, promise)
 
-    def _refusal(self, described: StepDescription, offers: list[Offer]) -> InfeasibleBudget:
-        """The error that names the least, by versions that have been counted in a dry run."""
-        described.offer(self.role.index, offers)
-        described.planners[self.role.index] = self.graph_plan
-        refusals = [self._refused(described, way) for way in self._lowest_ways()]
-        return min(refusals, key=lambda one: one.minimum_bytes or 0)
-
-    def _refused(
-        self, described: StepDescription, choose: Callable[[Step], planner.Chosen]
-    ) -> InfeasibleBudget:
-        """The error that names what one way to choose needs."""
-        assert self.request.budget.limit is not None
-        least_for = self.request.budget.least_for
-        for _ in range(DRY_RUNS):
-            chosen = choose(described.step())
-            least = described.step().peak_bytes(chosen)
-            described.make_exact(chosen, least_for(least))
-            if described.step().peak_bytes(chosen) <= least:
-                break
-        taken = self._reserved(described, chosen)
-        if taken is None:
-            return InfeasibleBudget(self.request.budget.limit, least_for(least))
-        unused = max(0, taken.nbytes - described.step().peak_bytes(chosen))
-        needed = least_for(taken.nbytes)
-        return InfeasibleBudget(self.request.budget.limit, needed, (), unused)
-
     def plan_version(self, offer: Offer, limit_bytes: int) -> Report:
         """The graph planned as a version, outside of what is compiled now."""
         with apart_from_tracing():
@@ -520,12 +500,6 @@ class GraphInStep:
     def graph_plan(self, offer: Offer, limit_bytes: int) -> Report:
         """The graph planned as a version, which generates no kernels."""
         return self.graph.plan(offer.asked(self.request.with_budget(limit=limit_bytes)))
-
-
-def _by_itself(step: Step) -> Step:
-    """The same without what is live outside."""
-    points = tuple(replace(point, outside_bytes=0) for point in step.points)
-    return replace(step, points=points)
 
 
 def _told(
