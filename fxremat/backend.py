@@ -39,11 +39,10 @@ from fxremat.report.report import peak_table
 from fxremat.step import scope as scopes
 from fxremat.step.context import Surroundings, fixed_inputs, model_context
 from fxremat.step.ddp import see_parts
-from fxremat.step.graph import Graph, plan_only
+from fxremat.step.graph import Graph, Role, plan_only
 from fxremat.step.in_flight import watch_in_flight, without_backward
 from fxremat.step.observed import Observed
 from fxremat.step.runs import GraphInStep
-from fxremat.step.scope import Role
 
 
 def fxremat(

@@ -58,8 +58,8 @@ class Trained:
     @property
     def arena(self) -> Arena:
         (scope,) = scopes._SCOPES.values()
-        assert scope.arena is not None
-        return scope.arena
+        assert scope.own.arena is not None
+        return scope.own.arena
 
 
 def test_the_peak_is_as_predicted_with_the_arena_held() -> None:

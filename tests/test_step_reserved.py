@@ -27,11 +27,11 @@ from fxremat.options import parse_options
 from fxremat.sizes import MIB
 from fxremat.step.context import ModelContext, Surroundings
 from fxremat.step.description import StepDescription
-from fxremat.step.graph import CompiledVersion
+from fxremat.step.graph import CompiledVersion, Role
 from fxremat.step.promise import RunVersions
 from fxremat.step.recorder import StepRecorder
 from fxremat.step.runs import GraphInStep
-from fxremat.step.scope import BudgetScope, Role
+from fxremat.step.scope import BudgetScope
 from fxremat.step.versions import Offer, Part
 from tests.small import Block
 

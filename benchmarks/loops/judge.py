@@ -120,7 +120,7 @@ class Judge:
         if asked not in self.reports:
             shared = (0, 0)
             if name == "other shape":
-                found = [one.memory for one in self._report("training", options)]
+                found = [one.memory.own for one in self._report("training", options)]
                 shared = found[-1].arena_bytes, found[-1].pool_bytes
             self.reports[asked] = planned_together(
                 self._traced(name), options, shared, gradients_stay=name == STAY

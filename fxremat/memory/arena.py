@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Lock
@@ -40,36 +40,12 @@ from fxremat.sizes import format_bytes
 
 log = logging.getLogger(__name__)
 
-_ARENAS: weakref.WeakSet[Arena] = weakref.WeakSet()
+ARENAS: weakref.WeakSet[Arena] = weakref.WeakSet()
+"""All that live."""
 
 
-@dataclass(frozen=True)
-class ArenasBefore:
-    """The arenas of a device at some moment: where each lies, its bytes, and how often it was used.
-
-    What runs afterwards has used some of them, whose bytes it needs whether something lies in them
-    or not.
-    """
-
-    each: tuple[tuple[Arena, int, int, int], ...]
-
-    @classmethod
-    def on(cls, device: torch.device) -> ArenasBefore:
-        """As they are now."""
-        there = [one for one in list(_ARENAS) if one.device == device and one.block is not None]
-        return cls(tuple((one, one.address, one.nbytes, one.entered) for one in there))
-
-    def bytes_with(self, storages: Mapping[int, int]) -> int:
-        """Of storages, by their addresses then, and of those arenas that were used since.
-
-        What lay in such an arena counts with it.
-        """
-        used = [(at, size) for one, at, size, entered in self.each if one.entered > entered]
-        outside = (n for address, n in storages.items() if not _is_inside(address, used))
-        return sum(outside) + sum(size for _, size in used)
-
-
-def _is_inside(address: int, ranges: Iterable[tuple[int, int]]) -> bool:
+def is_inside(address: int, ranges: Iterable[tuple[int, int]]) -> bool:
+    """Whether an address lies in a block that begins somewhere and has so many bytes."""
     return any(begin <= address < begin + size for begin, size in ranges)
 
 
@@ -249,7 +225,7 @@ class Arena:
     """
 
     def __init__(self, device: torch.device) -> None:
-        _ARENAS.add(self)
+        ARENAS.add(self)
         self.device = device
         self.empty: Any = EMPTY.get(device.type)
         self.is_off = self.empty is None
@@ -260,8 +236,7 @@ class Arena:
         self.conflicts = self.differences = self.missed = 0
         """Buffers that were allocated as ever, for what lay there is held, or they are not as
         planned; halves that were not placed, for another one was in the arena."""
-        self.entered = 0
-        """How many halves have run in it."""
+        self.entered = 0  # so many halves have run in it
         self._halves: weakref.WeakSet[PlacedHalf] = weakref.WeakSet()
         self._slots: dict[tuple[int, int, torch.dtype], Slot] = {}
         self.numbers: dict[int, Slot] = {}
@@ -287,7 +262,7 @@ class Arena:
 
     def holds(self, address: int) -> bool:
         """Whether these bytes lie in it."""
-        return _is_inside(address, [(self.address, self.nbytes)])
+        return is_inside(address, [(self.address, self.nbytes)])
 
     def placed(self, layout: StepLayout) -> tuple[PlacedRun, ...]:
         """The runs of a layout, in this arena as long as somebody holds them."""

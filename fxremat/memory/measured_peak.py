@@ -23,7 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from fxremat.compat.measuring import profiler_memory_events
 from fxremat.compat.tensors import plain_tensors
-from fxremat.memory.arena import ArenasBefore
+from fxremat.memory.arena import ARENAS, Arena, is_inside
 from fxremat.runtime import is_host
 
 DeviceLike = torch.device | str | None
@@ -42,6 +42,32 @@ class MeasuredPeak:
     above_start_bytes: int
     device: str
     reserved_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class ArenasBefore:
+    """The arenas of a device at some moment: where each lies, its bytes, and how often it was used.
+
+    What runs afterwards has used some of them, whose bytes it needs whether something lies in them
+    or not.
+    """
+
+    each: tuple[tuple[Arena, int, int, int], ...]
+
+    @classmethod
+    def on(cls, device: torch.device) -> ArenasBefore:
+        """As they are now."""
+        there = [one for one in list(ARENAS) if one.device == device and one.block is not None]
+        return cls(tuple((one, one.address, one.nbytes, one.entered) for one in there))
+
+    def bytes_with(self, storages: Mapping[int, int]) -> int:
+        """Of storages, by their addresses then, and of those arenas that were used since.
+
+        What lay in such an arena counts with it.
+        """
+        used = [(at, size) for one, at, size, entered in self.each if one.entered > entered]
+        outside = (n for address, n in storages.items() if not is_inside(address, used))
+        return sum(outside) + sum(size for _, size in used)
 
 
 def measure_peak(

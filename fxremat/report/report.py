@@ -92,17 +92,24 @@ class Row:
 
 
 @dataclass(frozen=True)
+class OwnPools:
+    """Bytes that a graph reserves on CUDA where nobody else allocates."""
+
+    arena_bytes: int = 0
+    pool_bytes: int = 0
+
+
+@dataclass(frozen=True)
 class MemoryFigures:
     """Bytes on the device, and what the budget counts of them. Peaks include resident bytes.
 
     ``held_bytes`` are held outside of the graph, and part of every peak.
     ``predicted_peak_bytes`` is the peak of Inductor's own kernels where a dry run counted them,
     else that of the planned graph; it is in allocated bytes. ``predicted_reserved_bytes`` is what a
-    model of torch's allocator reserves in a loop on CUDA, None elsewhere; ``arena_bytes`` of it are
-    one block in which buffers have planned addresses, and ``pool_bytes`` a pool for what else the
-    graph allocates. ``count`` says which of the two the budget counts. Peaks are those of every
-    step but the first: in that one ``tuning_bytes`` of the budget are left to the tuning of
-    kernels.
+    model of torch's allocator reserves in a loop on CUDA, None elsewhere; of it are the graph's
+    ``own`` one block in which buffers have planned addresses, the arena, and a pool for the rest.
+    ``count`` says which of the two the budget counts. Peaks are those of every step but the first:
+    in that one ``tuning_bytes`` of the budget are left to the tuning of kernels.
     ``minimum_peak_bytes`` is the least budget that can be met, as the error names it; None where it
     was not looked for (`Explanation.minimum_peak_bytes` looks). ``store_all_peak_bytes`` is the
     peak of running every op once, in the graph without operator variants.
@@ -116,8 +123,7 @@ class MemoryFigures:
     predicted_peak_bytes: int
     minimum_peak_bytes: int | None = None
     predicted_reserved_bytes: int | None = None
-    arena_bytes: int = 0
-    pool_bytes: int = 0
+    own: OwnPools = OwnPools()
     tuning_bytes: int = 0
     host_peak_bytes: int = 0
     count: str = "allocated"
@@ -232,7 +238,7 @@ class Report:
     counted_peak_bytes = _Shortcut(lambda report: report.memory.counted_peak_bytes)
     fragmentation_bytes = _Shortcut(lambda report: report.memory.fragmentation_bytes)
     minimum_peak_bytes = _Shortcut(lambda report: report.memory.minimum_peak_bytes)
-    arena_bytes = _Shortcut(lambda report: report.memory.arena_bytes)
+    arena_bytes = _Shortcut(lambda report: report.memory.own.arena_bytes)
     tuning_bytes = _Shortcut(lambda report: report.memory.tuning_bytes)
     host_peak_bytes = _Shortcut(lambda report: report.memory.host_peak_bytes)
     count = _Shortcut(lambda report: report.memory.count)
@@ -331,8 +337,8 @@ def _allocator_line(memory: MemoryFigures) -> list[str]:
         (memory.predicted_peak_bytes, memory.predicted_reserved_bytes, memory.fragmentation_bytes),
     )
     more = ""
-    if memory.arena_bytes:
-        more += f", of which {format_bytes(memory.arena_bytes)} are planned addresses"
+    if memory.own.arena_bytes:
+        more += f", of which {format_bytes(memory.own.arena_bytes)} are planned addresses"
     if memory.tuning_bytes:
         more += f", {format_bytes(memory.tuning_bytes)} left for tuning kernels in the first step"
     return [

@@ -21,9 +21,10 @@ from fxremat.memory.storages import storage_bytes
 from fxremat.options import Options
 from fxremat.passes.memory_estimation import nbytes
 from fxremat.step.description import StepDescription, repeated_step
+from fxremat.step.graph import Place
 from fxremat.step.pipelines import Pipeline, pipeline_of
 from fxremat.step.promise import Around
-from fxremat.step.scope import BudgetScope, Neighbours, Place
+from fxremat.step.scope import BudgetScope, Neighbours
 from fxremat.step.versions import Part, followed_by
 
 LOSS_BYTES = 2 * torch.float32.itemsize

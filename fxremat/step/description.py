@@ -34,6 +34,7 @@ from fxremat.memory.layout import arrange
 from fxremat.memory.reserved_bytes import ALONE, Reserved, order_of, reserved_by_step
 from fxremat.planner import step_versions as planner
 from fxremat.report.report import Report
+from fxremat.sizes import format_bytes
 from fxremat.step.versions import Offer, Part, followed_by
 
 Planner = Callable[[Offer, int], Report]
@@ -323,3 +324,17 @@ class Placing:
             )
             self.known = {id(whole): (whole, StepLayout(runs, whole.arena_bytes))}
         return self.known[id(whole)][1]
+
+
+def summary_of(
+    offers: Sequence[Offer], of_run: Sequence[int], peak_bytes: int, limit_bytes: int, counted: str
+) -> str:
+    """One line for the log."""
+    each = ", ".join(
+        f"{of_run.count(k)} save {format_bytes(offers[k].version.saved_bytes)}"
+        for k in sorted(set(of_run))
+    )
+    return (
+        f"fxremat: {len(of_run)} runs wait at once: {each}; peak {format_bytes(peak_bytes)} "
+        f"{counted}, of {format_bytes(limit_bytes)}"
+    )

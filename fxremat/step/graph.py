@@ -1,11 +1,11 @@
-"""A graph that Dynamo gave us: compiled, planned, or asked for its versions."""
+"""A graph that Dynamo gave us: compiled, planned, asked for its versions; and as others know it."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import fx
@@ -30,7 +30,8 @@ from fxremat.compile.tracing import Ended
 from fxremat.errors import forget_frames
 from fxremat.options import Options, parse_options
 from fxremat.report.report import Report
-from fxremat.step.versions import Part, part_on_all_ranks
+from fxremat.step.description import StepDescription
+from fxremat.step.versions import Offer, Part, part_on_all_ranks
 from fxremat.version import build
 
 log = logging.getLogger(__name__)
@@ -177,3 +178,80 @@ def plan_only(
     total = total_bytes(device_of_inputs(inputs))
     parsed = parse_options(options, device_total_bytes=total)
     return Graph(None, inline_regions(gm), inputs, parsed, None, study=study).explain()
+
+
+Tensors = Sequence[Callable[[], torch.Tensor | list[torch.Tensor] | None]]
+"""They give tensors that live as long as others want, and None where these are gone."""
+Place = tuple[int, int | None]
+"""Of a graph: its frame, and the compilation of that."""
+
+
+@dataclass
+class Role:
+    """Which part a graph is of a step, where the step is described.
+
+    It is the part of this ``index``; or another graph of the same module is, if it was not
+    ``looked_at`` itself. If it ``is_due``, its versions are to be chosen anew when none of its runs
+    waits. If it ``runs_alone``, no other graph ran in its last step; None before that.
+    """
+
+    described: StepDescription | None = None
+    index: int = 0
+    looked_at: bool = True
+    is_due: bool = False
+    runs_alone: bool | None = None
+
+
+@dataclass
+class Taken:
+    """What the runs of a graph take: how many were planned for, what all of them save, and their
+    peak without what is held beside them. So many ``parameters`` were known to the scope then."""
+
+    count: int = 0
+    saved_bytes: int = 0
+    own_peak_bytes: int = 0
+    parameters: int = 0
+
+
+class SharingGraph(Protocol):
+    """A compiled graph, as those know it that share its budget."""
+
+    role: Role
+    taken: Taken
+
+    @property
+    def on_several_ranks(self) -> bool:
+        """Whether other ranks run it, too."""
+        ...
+
+    def set_aside(self, between: int, held: int) -> None:
+        """Have it planned again with so many bytes more beside it."""
+        ...
+
+    @property
+    def given(self) -> frozenset[int]:
+        """Addresses of the storages that it was compiled for."""
+        ...
+
+    @property
+    def place(self) -> Place:
+        """Its frame, and the compilation of that."""
+        ...
+
+    @property
+    def around(self) -> Tensors:
+        """What lies in the model beside it."""
+        ...
+
+    @property
+    def fixed_bytes(self) -> int:
+        """There all the time beside what its runs are given, as far as it is known to the graph."""
+        ...
+
+    def part(self) -> Part:
+        """What it offers as a part of a step."""
+        ...
+
+    def plan_version(self, offer: Offer, limit_bytes: int) -> Report:
+        """The graph planned as a version."""
+        ...

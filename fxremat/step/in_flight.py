@@ -27,8 +27,9 @@ from fxremat.core.layout import NOWHERE, StepLayout
 from fxremat.memory.arena import Arena, PlacedRun
 from fxremat.memory.storages import storages_of
 from fxremat.runtime.placed import places_of_forward, set_places_of_backward
+from fxremat.step.graph import SharingGraph
 from fxremat.step.promise import Compiled, RunVersions
-from fxremat.step.scope import BudgetScope, SharingGraph, WaitingRun
+from fxremat.step.scope import BudgetScope, WaitingRun
 
 log = logging.getLogger(__name__)
 
@@ -78,9 +79,9 @@ def without_backward(call: Compiled, scope: BudgetScope) -> Compiled:
     """A graph that nothing of waits for a backward: it may have the bytes of an empty arena."""
 
     def run(*args: Any) -> Any:
-        if scope.arena is None or scope.waiting:
+        if scope.own.arena is None or scope.waiting:
             return call(*args)
-        with scope.arena.lent():
+        with scope.own.arena.lent():
             return call(*args)
 
     return _like(call, run)
@@ -122,9 +123,9 @@ class _WatchedRuns:
         promise = one.promise
         scope.begin(promise, args)
         placed = self.placed_run(place, promise.device)
-        if scope.to_move and scope.arena is not None:
-            scope.arena.move_out(scope.to_move)
-            scope.to_move = []
+        if scope.own.to_move and scope.own.arena is not None:
+            scope.own.arena.move_out(scope.own.to_move)
+            scope.own.to_move = []
         with places_of_forward(None if placed is None else placed.forward):
             results = one.call(*args)
         if placed is not None:
@@ -149,8 +150,8 @@ class _WatchedRuns:
         if layout is not self.placed_for:
             self.placed_for, self.placed = layout, ()
             if layout.runs:
-                self.scope.arena = self.scope.arena or Arena(device)
-                self.placed = self.scope.arena.placed(layout)
+                self.scope.own.arena = self.scope.own.arena or Arena(device)
+                self.placed = self.scope.own.arena.placed(layout)
         return self.placed[place] if place < len(self.placed) else None
 
     def look(self, run: WaitingRun, own: Iterable[object]) -> None:

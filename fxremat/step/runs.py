@@ -33,11 +33,16 @@ from fxremat.report.report import Report
 from fxremat.runtime.accumulation import will_be_added
 from fxremat.sizes import format_bytes
 from fxremat.step.context import Surroundings, first_description
-from fxremat.step.description import LeastVersions, Placing, StepDescription, lowest_ways
-from fxremat.step.graph import CompiledVersion, Graph, NoBackward
+from fxremat.step.description import (
+    LeastVersions,
+    Placing,
+    StepDescription,
+    lowest_ways,
+    summary_of,
+)
+from fxremat.step.graph import CompiledVersion, Graph, NoBackward, Place, Role, Taken, Tensors
 from fxremat.step.observed import Observed
 from fxremat.step.promise import Compiled, Promise, PromisedVersion, RunVersions
-from fxremat.step.scope import Place, Role, Taken, Tensors
 from fxremat.step.versions import Offer, Part, version_in
 
 log = logging.getLogger(__name__)
@@ -183,18 +188,17 @@ class GraphInStep:
         if limit is None or known or self.request.inputs.gradients_stay or self.sharded:
             return False  # what stays of several runs is counted with them
         weights = (x for x in args if isinstance(x, nn.Parameter) and not will_be_added(x))
-        living = [one.grad for one in weights if one.grad is not None]
-        if not living:
+        if not (living := [one.grad for one in weights if one.grad is not None]):
             return False
-        self.where.scope.to_move, self.where.scope.shared = living, (0, 0)
+        own = self.where.scope.own
+        own.to_move, own.shared = living, (0, 0)
         if device.type != "cuda":  # there they are in the pool of the graphs
             self._hold(storage_bytes(living, device))
         self.request = self.request.with_inputs(gradients_stay=True)
         return True
 
     def _hold(self, more: int) -> None:
-        if more:
-            self.request = self.request.with_budget(held=self.request.budget.held + more)
+        self.request = self.request.with_budget(held=self.request.budget.held + more)
 
     def _planned_again(self) -> RunVersions | None:
         """Versions for the step as it is known now.
@@ -231,8 +235,8 @@ class GraphInStep:
         the next one on they leave more. Raises `InfeasibleBudget` with what all need together.
         """
         missing, told = 0, len(session.STATE.reports)
-        scope = self.where.scope
-        request = self.request.with_budget(between=self.observed.between, shared=scope.shared)
+        pools = self.where.scope.own
+        request = self.request.with_budget(between=self.observed.between, shared=pools.shared)
         try:
             version = self.graph.compile(request)
         except InfeasibleBudget as refused:
@@ -254,8 +258,7 @@ class GraphInStep:
             self.call = version.call
             return None
         self.taken.count, self.placing.run = 1, report.events
-        there = report.memory.arena_bytes, report.memory.pool_bytes
-        scope.shared = max(scope.shared[0], there[0]), max(scope.shared[1], there[1])
+        pools.share(report.memory.own)
         promised = self.promised(version, request)
         if missing:
             promised = replace(promised, promise=replace(promised.promise, left_bytes=missing))
@@ -357,19 +360,14 @@ class GraphInStep:
             failed.add(chosen)
             aim = min(aim, peak) - over
         described.planners[self.role.index] = self.graph_plan
-        least = self._least(described)
-        if least.budget_bytes > self._limit:
-            raise least.refusal(self._limit)
+        least, limit = self._least(described), self.request.budget.limit
+        if limit is not None and least.budget_bytes > limit:
+            raise least.refusal(limit)
         chosen, offers = least.chosen, list(described.parts[self.role.index].offers)
         mine = [chosen[run] for run in described.runs_of(self.role.index)]
         made = {k: self._compiled(offers, k, part.interface) for k in sorted(set(mine))}
         peak, taken = described.step().peak_bytes(chosen), self._reserved(described, chosen)
         return self._settled(described, offers, made, mine, peak, taken)
-
-    @property
-    def _limit(self) -> int:
-        assert self.request.budget.limit is not None
-        return self.request.budget.limit
 
     def _least(self, described: StepDescription) -> LeastVersions:
         """The versions that need the least budget."""
@@ -406,7 +404,7 @@ class GraphInStep:
         versions = tuple(made.values())
         peak = peak if taken is None else taken.nbytes
         counted = "allocated" if taken is None else "reserved"
-        log.info("%s", _told(kept, of_run, peak, self.budget_bytes, counted))
+        log.info("%s", summary_of(kept, of_run, peak, self.budget_bytes, counted))
         late = self.where.context.late if self.role.described is None else 0
         least = min(of_run, key=lambda k: kept[k].version.saved_bytes)
         places = [described.place_of[run] for run in runs]
@@ -500,17 +498,3 @@ class GraphInStep:
     def graph_plan(self, offer: Offer, limit_bytes: int) -> Report:
         """The graph planned as a version, which generates no kernels."""
         return self.graph.plan(offer.asked(self.request.with_budget(limit=limit_bytes)))
-
-
-def _told(
-    offers: Sequence[Offer], of_run: Sequence[int], peak_bytes: int, limit_bytes: int, counted: str
-) -> str:
-    """One line for the log."""
-    each = ", ".join(
-        f"{of_run.count(k)} save {format_bytes(offers[k].version.saved_bytes)}"
-        for k in sorted(set(of_run))
-    )
-    return (
-        f"fxremat: {len(of_run)} runs wait at once: {each}; peak {format_bytes(peak_bytes)} "
-        f"{counted}, of {format_bytes(limit_bytes)}"
-    )

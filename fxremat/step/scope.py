@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -27,89 +27,13 @@ from fxremat.memory.arena import Arena
 from fxremat.memory.composed_steps import outside_in_order
 from fxremat.memory.storages import Storages, saved_storages, storages_of, with_gradients
 from fxremat.memory.watched_steps import StepWatch
-from fxremat.report.report import Report
+from fxremat.report.report import OwnPools
 from fxremat.step.description import Planner, StepDescription
-from fxremat.step.graph import NoBackward
+from fxremat.step.graph import NoBackward, Place, Role, SharingGraph, Tensors
 from fxremat.step.promise import Promise, RunVersions
-from fxremat.step.versions import Offer, Part
+from fxremat.step.versions import Part
 
 log = logging.getLogger(__name__)
-
-Tensors = Sequence[Callable[[], torch.Tensor | list[torch.Tensor] | None]]
-"""They give tensors that live as long as others want, and None where these are gone."""
-Place = tuple[int, int | None]
-"""Of a graph: its frame, and the compilation of that."""
-
-
-@dataclass
-class Role:
-    """Which part a graph is of a step, where the step is described.
-
-    It is the part of this ``index``; or another graph of the same module is, if it was not
-    ``looked_at`` itself. If it ``is_due``, its versions are to be chosen anew when none of its runs
-    waits. If it ``runs_alone``, no other graph ran in its last step; None before that.
-    """
-
-    described: StepDescription | None = None
-    index: int = 0
-    looked_at: bool = True
-    is_due: bool = False
-    runs_alone: bool | None = None
-
-
-@dataclass
-class Taken:
-    """What the runs of a graph take: how many were planned for, what all of them save, and their
-    peak without what is held beside them. So many ``parameters`` were known to the scope then."""
-
-    count: int = 0
-    saved_bytes: int = 0
-    own_peak_bytes: int = 0
-    parameters: int = 0
-
-
-class SharingGraph(Protocol):
-    """A compiled graph, as those know it that share its budget."""
-
-    role: Role
-    taken: Taken
-
-    @property
-    def on_several_ranks(self) -> bool:
-        """Whether other ranks run it, too."""
-        ...
-
-    def set_aside(self, between: int, held: int) -> None:
-        """Have it planned again with so many bytes more beside it."""
-        ...
-
-    @property
-    def given(self) -> frozenset[int]:
-        """Addresses of the storages that it was compiled for."""
-        ...
-
-    @property
-    def place(self) -> Place:
-        """Its frame, and the compilation of that."""
-        ...
-
-    @property
-    def around(self) -> Tensors:
-        """What lies in the model beside it."""
-        ...
-
-    @property
-    def fixed_bytes(self) -> int:
-        """There all the time beside what its runs are given, as far as it is known to the graph."""
-        ...
-
-    def part(self) -> Part:
-        """What it offers as a part of a step."""
-        ...
-
-    def plan_version(self, offer: Offer, limit_bytes: int) -> Report:
-        """The graph planned as a version."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -165,12 +89,14 @@ class Warned:
 
     ``most`` are the runs that waited, and the bytes that their plans say; ``runs`` is how many
     there were in the last warning. Where it was planned ``anew``, what waits now is known to be too
-    much, and what waits next is looked at anew.
+    much, and what waits next is looked at anew. Steps that took more than the budget had all graphs
+    ``planned_again`` so often.
     """
 
     most: tuple[int, int] = (1, 0)
     runs: int = 1
     anew: bool = False
+    planned_again: int = 0
 
 
 @dataclass(frozen=True)
@@ -187,6 +113,24 @@ class Recorded:
     phase: Literal["forward", "backward"]
     keeps: bool = False
     holds: bool = False
+
+
+@dataclass(eq=False)
+class OwnMemory:
+    """Where graphs allocate: their arena, and bytes of it and of a pool that they have ``shared``.
+
+    Those by themselves take turns in it on CUDA. The gradients in ``to_move`` lie where the next
+    layout has something else.
+    """
+
+    arena: Arena | None = None
+    shared: tuple[int, int] = (0, 0)
+    to_move: list[torch.Tensor] = field(default_factory=list)
+
+    def share(self, taken: OwnPools) -> None:
+        """One more graph takes turns with the others."""
+        arena, pool = self.shared
+        self.shared = max(arena, taken.arena_bytes), max(pool, taken.pool_bytes)
 
 
 @dataclass(eq=False)
@@ -207,14 +151,8 @@ class BudgetScope:
     last: list[Recorded] = field(default_factory=list)
     due: bool = False
     warned: Warned = field(default_factory=Warned)
-    arena: Arena | None = None
-    shared: tuple[int, int] = (0, 0)
-    """Bytes of the arena and the pool on CUDA of graphs that take turns."""
-    to_move: list[torch.Tensor] = field(default_factory=list)
-    """Gradients that lie where the next layout has something else."""
+    own: OwnMemory = field(default_factory=OwnMemory)
     watch: StepWatch | None = None
-    planned_again: int = 0
-    """How often, because a step took more than the budget."""
     compiled_again: int = 0
     saved_bytes: int = 0
     """Of all forwards that wait, by their plans; the most since a step began."""
@@ -371,7 +309,7 @@ class BudgetScope:
             around, self.saved_bytes = [each() for each in promise.around], 0
             around = pytree.tree_leaves(around)
             resident = with_gradients([*args, *around], promise.device)
-            arena = self.arena
+            arena = self.own.arena
             if arena is not None:
                 resident = {k: n for k, n in resident.items() if not arena.holds(k)}
                 resident[arena.address] = arena.nbytes
@@ -418,17 +356,21 @@ class BudgetScope:
         have to run the same.
         """
         graphs = list(self.graphs)
-        if self.planned_again == 2 or not graphs or any(one.on_several_ranks for one in graphs):
+        if (
+            self.warned.planned_again == 2
+            or not graphs
+            or any(one.on_several_ranks for one in graphs)
+        ):
             return False
         between, held = exceeded.outside_bytes - exceeded.counted_bytes, 0
-        if self.planned_again:
+        if self.warned.planned_again:
             between, held = 0, exceeded.taken_bytes - exceeded.budget_bytes
         for graph in graphs:
             graph.set_aside(between, held)
             self.due |= graph.role.described is not None
         assert self.watch is not None
         self.watch.look_again()
-        self.planned_again += 1
+        self.warned.planned_again += 1
         return True
 
     def add(self, run: WaitingRun, own: Iterable[object]) -> PromiseBroken | None:
@@ -451,7 +393,7 @@ class BudgetScope:
         self.saved_bytes = max(self.saved_bytes, self._planned()[1])
         if len(waiting) == 1:
             if self.warned.anew:
-                self.warned = Warned()
+                self.warned = Warned(planned_again=self.warned.planned_again)
             return None
         if self.warned.anew:
             return None
