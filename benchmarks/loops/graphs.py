@@ -94,7 +94,8 @@ class TracedModel:
         output = forward.graph.output_node()
         results: Any = output.args[0]
         output.args = (list(results[:outputs]),)
-        forward.graph.eliminate_dead_code()
+        ends = {"placeholder", "output"}  # attention's backward counts as impure
+        forward.graph.eliminate_dead_code(lambda node: node.op in ends)
         for node in forward.graph.find_nodes(op="placeholder"):
             if is_tangent(node) and not node.users:
                 forward.graph.erase_node(node)
