@@ -34,7 +34,7 @@ from fxremat.compat.placement import (
     write_over,
 )
 from fxremat.core.layout import HalfLayout, StepLayout, extent
-from fxremat.memory.slots import Covered, Group, Slot, held
+from fxremat.memory.slots import Covered, Group, Slot, held, take_alike
 from fxremat.runtime.placed import Place, Places, go_on_with
 from fxremat.sizes import format_bytes
 
@@ -42,11 +42,6 @@ log = logging.getLogger(__name__)
 
 ARENAS: weakref.WeakSet[Arena] = weakref.WeakSet()
 """All that live."""
-
-
-def is_inside(address: int, ranges: Iterable[tuple[int, int]]) -> bool:
-    """Whether an address lies in a block that begins somewhere and has so many bytes."""
-    return any(begin <= address < begin + size for begin, size in ranges)
 
 
 class PlacedHalf:
@@ -262,7 +257,7 @@ class Arena:
 
     def holds(self, address: int) -> bool:
         """Whether these bytes lie in it."""
-        return is_inside(address, [(self.address, self.nbytes)])
+        return 0 <= address - self.address < self.nbytes
 
     def placed(self, layout: StepLayout) -> tuple[PlacedRun, ...]:
         """The runs of a layout, in this arena as long as somebody holds them."""
@@ -325,24 +320,29 @@ class Arena:
         finally:
             self._lock.release()
 
-    def move_out(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Give those of the tensors that lie in the arena memory of their own, with their values.
+    def move(self, gradients: Iterable[torch.Tensor], half: PlacedHalf | None) -> None:
+        """Have gradients that lie in the arena where the backward that comes, ``half``, has them.
 
-        On CUDA they wait in host memory until what layouts need now is taken, so that no segment of
-        before stays for their sake.
+        On the CPU they get memory of their own. On CUDA they wait in host memory until what layouts
+        need now is taken; each then lies in a place of a gradient of its size.
         """
         if self.device.type != "cuda":
-            for one in tensors:
+            for one in gradients:
                 if self.holds(one.untyped_storage().data_ptr()):
                     one.data = one.detach().clone()
             return
-        kept = [(one, one.detach().cpu()) for one in tensors]
+        kept = [(one, one.detach().cpu()) for one in gradients]
         for one, _ in kept:
             one.data = one.new_empty(0)
         self._take()
-        with self.own_pool():
-            for one, values in kept:
+        self._bind()
+        free = [] if half is None else list(half.outlive)
+        for one, values in kept:
+            slot = take_alike(free, values)
+            if slot is None:
                 one.data = values.to(self.device)
+            else:
+                one.data = reinterpret(slot.base, values.shape, values.stride(), 0).copy_(values)
 
     @contextmanager
     def lent(self) -> Iterator[None]:

@@ -18,7 +18,12 @@ from itertools import count
 
 from fxremat.core.events import Allocate, Event, Free
 from fxremat.memory.allocator.caching import replay
+from fxremat.memory.allocator.rules import SMALL_SEGMENT_BYTES
 from fxremat.memory.allocator.settings import AllocatorSettings
+
+EAGER_SEGMENTS = 2
+"""Of small blocks, for what eager code makes: a loss's gradient, counters, the next batch. Replayed
+loops reserved as many more than is known otherwise (`python -m benchmarks.loops`)."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +45,8 @@ class CommonPool:
 
     def reserved(self, settings: AllocatorSettings) -> int:
         """The most that is reserved."""
-        return self.others + replay(list(self._events()), settings).peak_reserved_bytes
+        taken = replay(list(self._events()), settings).peak_reserved_bytes
+        return self.others + taken + (EAGER_SEGMENTS * SMALL_SEGMENT_BYTES if self.inputs else 0)
 
     def _events(self) -> Iterator[Event]:
         yield from self._held(self.inputs)

@@ -85,8 +85,14 @@ def arrange(
     ``device`` is its type, such as "cuda"; there a private pool with these ``settings`` has what
     lies outside. What never runs is not placed. ``thorough`` takes longer, and leaves less unused.
     """
+    if device != "cpu":  # there what lies outside costs nothing but its bytes
+        runs = [replace(x, backward=tuple(with_second_gradients(x.backward, x))) for x in runs]
     lives = _lives(runs, order, ALIGNMENT_BYTES[device])
     own = {(run, name) for run, one in enumerate(runs) for name in may_be_placed(one)}
+    stay = {(run, name) for run, one in enumerate(runs) for name in staying(one)} & lives.keys()
+    own -= stay if device == "cpu" else set()
+    ends = max((life.end for life in lives.values()), default=0)
+    lives |= {block: replace(lives[block], begin=0, end=ends) for block in stay}
     placeable = {block: life for block, life in lives.items() if block in own and life.size_bytes}
     rest = [life for block, life in lives.items() if block not in placeable]
     buffers = [*placeable.values()]
@@ -98,13 +104,12 @@ def arrange(
         names = (frozenset(name for k, name in offsets if k == run) for run in range(len(runs)))
         return Arranged(StepLayout(layouts, placement.arena_bytes), tuple(names))
 
-    staying = [one for run in runs for one in gradients_before(run)]
     if device == "cpu":
         return arranged(_within_peak(PartialArena(buffers, rest, 1), thorough))
     arena, best = PartialArena(buffers, rest, ALIGNMENT_BYTES[device]), list[Arranged]()
     for placement in _placements(arena, thorough):
         one = arranged(placement)
-        outside = [*staying, *_named(in_sequence(one.outside(runs), order))]
+        outside = [*_named(in_sequence(one.outside(runs), order))]
         segment, reserved = least_pool(outside, settings)
         layout = replace(one.layout, pool_bytes=segment)
         best.append(replace(one, layout=layout, reserved_bytes=layout.arena_bytes + reserved))
@@ -113,15 +118,23 @@ def arrange(
     return min(best, key=lambda one: one.reserved_bytes)
 
 
-def gradients_before(run: RunEvents) -> tuple[Allocate, ...]:
-    """Those of an earlier backward, where gradients live on under the next forward.
+def staying(run: RunEvents) -> frozenset[str]:
+    """The gradients of a run that live on under the next forward."""
+    names = (one.gradient for one in run.inputs if run.gradients_stay and not one.own)
+    return frozenset(name for name in names if name is not None)
 
-    They have names that no block of the run has.
+
+def with_second_gradients(events: Iterable[Event], run: RunEvents) -> Iterator[Event]:
+    """The events of a backward in which the gradients of an earlier one are there still.
+
+    Those have their places, so that each new one lies outside, too, until autograd has added it.
+    Second ones have names that no block of the run has.
     """
-    sizes = run.sizes()
-    names = dict.fromkeys(one.gradient for one in run.inputs if run.gradients_stay and not one.own)
-    made = [(10**9 + k, sizes[name]) for k, name in enumerate(names) if name is not None]
-    return tuple(Allocate(f"{number}", nbytes) for number, nbytes in made)
+    numbers = {name: 10**9 + k for k, name in enumerate(sorted(staying(run)))}
+    for event in events:
+        yield event
+        if isinstance(event, Allocate) and event.name in numbers:
+            yield Allocate(f"{numbers[event.name]}", event.nbytes)
 
 
 def _placements(arena: PartialArena, thorough: bool) -> Iterator[Placement]:
@@ -171,7 +184,7 @@ def _named(events: Iterable[tuple[int, Event]]) -> Iterator[Event]:
 
 def may_be_placed(run: RunEvents) -> frozenset[str]:
     """The blocks that the code of a run asks for itself, and whose end is known."""
-    gradients_of_own = {one.gradient for one in run.inputs if one.own or run.gradients_stay}
+    gradients_of_own = {one.gradient for one in run.inputs if one.own}
     asked = {one.block for one in (*run.forward_buffers, *run.backward_buffers)}
     given = {*run.results, *gradients_of_own, *(name for name, _ in run.incoming)}
     return frozenset(name for name in asked - given if name is not None)

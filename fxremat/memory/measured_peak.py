@@ -23,7 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from fxremat.compat.measuring import profiler_memory_events
 from fxremat.compat.tensors import plain_tensors
-from fxremat.memory.arena import ARENAS, Arena, is_inside
+from fxremat.memory.arena import ARENAS, Arena
 from fxremat.runtime import is_host
 
 DeviceLike = torch.device | str | None
@@ -66,7 +66,7 @@ class ArenasBefore:
         What lay in such an arena counts with it.
         """
         used = [(at, size) for one, at, size, entered in self.each if one.entered > entered]
-        outside = (n for address, n in storages.items() if not is_inside(address, used))
+        outside = (n for address, n in storages.items() if not _is_inside(address, used))
         return sum(outside) + sum(size for _, size in used)
 
 
@@ -206,3 +206,8 @@ def _parts(thing: Any) -> Iterable[Any]:
         f"cannot count the bytes of a {type(thing).__name__}; "
         "give tensors, modules, optimizers or containers of them"
     )
+
+
+def _is_inside(address: int, ranges: Iterable[tuple[int, int]]) -> bool:
+    """Whether an address lies in a block that begins somewhere and has so many bytes."""
+    return any(begin <= address < begin + size for begin, size in ranges)

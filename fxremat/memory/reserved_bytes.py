@@ -19,7 +19,7 @@ from fxremat.memory.allocator.caching import Usage, replay
 from fxremat.memory.allocator.rules import SEGMENT_STEP_BYTES, round_up
 from fxremat.memory.allocator.settings import AllocatorSettings
 from fxremat.memory.composed_steps import composed
-from fxremat.memory.layout import arrange, gradients_before
+from fxremat.memory.layout import arrange, with_second_gradients
 
 OWN_POOL, ARENA = 1, 2
 """Streams that stand for the graphs' own pool, and for what lies in the arena."""
@@ -90,7 +90,7 @@ def reserved_by_run(
     Of the pool that all share it is known what that reserves: ``held_bytes`` and what is resident.
     """
     found = arrange([run], ALONE, "cuda", settings=settings)
-    there = (*gradients_before(run), *events)
+    there = with_second_gradients(events, run)
     marked = [_where(event, found.placed[0]) for event in there if not _is_resident(event)]
     beside = held_bytes + sum(event.nbytes for event in events if _is_resident(event))
     return replace(_reserved_with(found.layout, marked, settings), beside=beside, shared=shared)

@@ -124,7 +124,7 @@ class _WatchedRuns:
         scope.begin(promise, args)
         placed = self.placed_run(place, promise.device)
         if scope.own.to_move and scope.own.arena is not None:
-            scope.own.arena.move_out(scope.own.to_move)
+            scope.own.arena.move(scope.own.to_move, None if placed is None else placed.backward)
             scope.own.to_move = []
         with places_of_forward(None if placed is None else placed.forward):
             results = one.call(*args)

@@ -71,7 +71,7 @@ class Arena:
         return (graph.arena_bytes, graph.pool_bytes) != (self.nbytes, self.pool_bytes)
 
     def renew(self, graph: LoopGraph, weights: Iterable[torch.Tensor]) -> None:
-        """Have the size for this graph; gradients of the weights come into its pool.
+        """Have the size for this graph; gradients of the weights come where it has such.
 
         They wait in host memory until the arena is taken anew.
         """
@@ -88,8 +88,16 @@ class Arena:
         recorder.empty_pool()
         self.nbytes, self.pool_bytes = graph.arena_bytes, graph.pool_bytes
         self.take()
+        offsets = {} if graph.layout is None else _offsets(graph.layout.backward)
+        sizes, names = graph.events.sizes(), {one.gradient for one in graph.events.inputs}
+        free = [(sizes[name], at) for name, at in offsets.items() if name in names]
         for one in moved:
-            name = recorder.allocate(one.nbytes, "gradients", "graphs")
+            offset = next((at for nbytes, at in free if nbytes == one.nbytes), None)
+            place: Place = "graphs" if offset is None else "arena"
+            name = recorder.allocate(one.nbytes, "gradients", place)
+            if offset is not None:
+                free.remove((one.nbytes, offset))
+                self.spans[name] = offset, offset + one.nbytes
             assert one.grad is not None
             recorder.adopt(one.grad, name)
             recorder.let_go(name)
