@@ -90,9 +90,11 @@ def arrange(
     lives = _lives(runs, order, ALIGNMENT_BYTES[device])
     own = {(run, name) for run, one in enumerate(runs) for name in may_be_placed(one)}
     stay = {(run, name) for run, one in enumerate(runs) for name in staying(one)} & lives.keys()
-    own -= stay if device == "cpu" else set()
-    ends = max((life.end for life in lives.values()), default=0)
-    lives |= {block: replace(lives[block], begin=0, end=ends) for block in stay}
+    if device == "cpu":
+        own -= stay
+    else:
+        ends = max((life.end for life in lives.values()), default=0)
+        lives |= {block: replace(lives[block], begin=0, end=ends) for block in stay}
     placeable = {block: life for block, life in lives.items() if block in own and life.size_bytes}
     rest = [life for block, life in lives.items() if block not in placeable]
     buffers = [*placeable.values()]
