@@ -84,3 +84,8 @@ def allocate_as_before(pool: Any, device: torch.device) -> None:
 
 def _index(device: torch.device) -> int:
     return torch.cuda.current_device() if device.index is None else device.index
+
+
+def is_recorded(device: torch.device) -> bool:
+    """Whether a CUDA graph is recorded now, which has addresses of its own."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

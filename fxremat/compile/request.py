@@ -168,9 +168,14 @@ class Request:
 
 
 def as_asked(run: RunEvents, request: Request) -> RunEvents:
-    """What a dry run says of a graph, with what the request says of its gradients and the arena."""
+    """What a dry run says of a graph, with what the request says of its gradients and the arena.
+
+    Where gradients are added in the backward, nothing has a planned address: the layout does not
+    know which of them are there before.
+    """
     run = replace(run, gradients_stay=request.inputs.gradients_stay)
-    return run if request.policy.arena else replace(run, forward_buffers=(), backward_buffers=())
+    placed = request.policy.arena and not request.inputs.accumulated
+    return run if placed else replace(run, forward_buffers=(), backward_buffers=())
 
 
 def device_of_inputs(inputs: Sequence[Any]) -> torch.device:

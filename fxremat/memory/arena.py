@@ -28,6 +28,7 @@ from fxremat.compat.placement import (
     Empty,
     allocate_as_before,
     allocate_in_pool,
+    is_recorded,
     new_block,
     reinterpret,
     storage_number,
@@ -228,10 +229,9 @@ class Arena:
         self.block: torch.Tensor | None = None
         self.state = 0
         """Another number whenever slots may be other ones than before."""
-        self.conflicts = self.differences = self.missed = 0
+        self.conflicts = self.differences = self.missed = self.entered = 0
         """Buffers that were allocated as ever, for what lay there is held, or they are not as
-        planned; halves that were not placed, for another one was in the arena."""
-        self.entered = 0  # so many halves have run in it
+        planned; halves that were not placed, for another one was in the arena; those that were."""
         self._halves: weakref.WeakSet[PlacedHalf] = weakref.WeakSet()
         self._slots: dict[tuple[int, int, torch.dtype], Slot] = {}
         self.numbers: dict[int, Slot] = {}
@@ -292,7 +292,7 @@ class Arena:
 
     def enter(self, half: PlacedHalf) -> Places | None:
         """A half begins: its places, without those whose bytes are held; None where it has none."""
-        if self.is_off or _is_recorded(self.device):
+        if self.is_off or is_recorded(self.device):
             return None
         if not self._lock.acquire(blocking=False):
             self.missed += 1
@@ -361,6 +361,11 @@ class Arena:
                 yield
         finally:
             self._lock.release()
+
+    def rest(self) -> None:
+        """Give the block back, if nothing lies in it, until a half needs it again."""
+        with self.lent():
+            pass
 
     def _places(self, half: PlacedHalf) -> Places | None:
         if self._is_changed:
@@ -493,8 +498,3 @@ class Arena:
         if self._pool is None:
             self._pool = torch.cuda.MemPool()
         allocate_in_pool(self._pool, self.device)
-
-
-def _is_recorded(device: torch.device) -> bool:
-    """Whether a CUDA graph is recorded now, which has addresses of its own."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

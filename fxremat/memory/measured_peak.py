@@ -56,7 +56,10 @@ class ArenasBefore:
 
     @classmethod
     def on(cls, device: torch.device) -> ArenasBefore:
-        """As they are now."""
+        """As they are now; empty ones are given back, for else nobody would see them go."""
+        for one in list(ARENAS):
+            if one.device == device:
+                one.rest()
         there = [one for one in list(ARENAS) if one.device == device and one.block is not None]
         return cls(tuple((one, one.address, one.nbytes, one.entered) for one in there))
 

@@ -124,7 +124,7 @@ class GraphInStep:
         CUDA a graph that nobody follows is taken to be alone from the first step on.
         """
         described, device = self.role.described, self.where.device.type
-        if not self.request.policy.arena:
+        if not self.request.policy.arena or self.request.inputs.accumulated:
             return NOWHERE
         if described is None and self.taken.count > 1:
             described = self.placing.described
