@@ -122,13 +122,14 @@ class Options:
         "On CUDA: hold torch's allocator to the budget as long as a graph of it lives, whoever "
         "asks for more. The error that comes of it says what the plan holds.",
     )
-    arena: bool = _option(
-        True,
-        read_bool,
+    arena: bool | None = _option(
+        None,
+        lambda given: None if given.value is None else read_bool(given),
         "FXREMAT_ARENA",
         "bool",
         "Give buffers of compiled graphs addresses that are decided with the plan, in one block of "
-        "memory. False: allocate each as ever, to find out whether a fault comes from there.",
+        "memory.",
+        unset="CUDA: True; elsewhere: False",
     )
     instances: int | None = _option(
         None,

@@ -234,12 +234,12 @@ def request_for(
             link_bytes_per_s=options.link_bandwidth,
             op_times=_op_times(options) if card is None else "roofline",
         ),
-        _policy(options),
+        _policy(options, device),
     )
     return for_inputs(request, inputs)
 
 
-def _policy(options: Options) -> Policy:
+def _policy(options: Options, device: torch.device) -> Policy:
     return Policy(
         executor=options.executor,
         solver=options.solver,
@@ -248,7 +248,7 @@ def _policy(options: Options) -> Policy:
         allow_lossy=options.allow_lossy,
         disabled=options.disable_passes,
         verify=options.verify,
-        arena=options.arena,
+        arena=device.type == "cuda" if options.arena is None else options.arena,
     )
 
 

@@ -19,6 +19,7 @@ from functools import partial
 from torch import nn
 
 from fxremat.compat.absent.tracing import apart_from_tracing
+from fxremat.compat.distributed.ranks import is_a_rank
 from fxremat.compile import session
 from fxremat.compile.constants import DRY_RUNS
 from fxremat.compile.request import Request
@@ -137,8 +138,7 @@ class GraphInStep:
 
     @property
     def on_several_ranks(self) -> bool:
-        """Whether other ranks run it, too."""
-        return len(self.graph.ranks) > 1
+        return is_a_rank()
 
     @property
     def given(self) -> frozenset[int]:
@@ -184,7 +184,7 @@ class GraphInStep:
         They count from then on, and later ones lie outside of the arena, where these are moved.
         """
         limit, device, known = self.request.budget.limit, self.where.device, self.taken.count != 1
-        known |= self.role.described is not None or self.where.context.pipeline is not None
+        known |= self.role.described is not None or self.on_several_ranks
         if limit is None or known or self.request.inputs.gradients_stay or self.sharded:
             return False  # what stays of several runs is counted with them
         weights = (x for x in args if isinstance(x, nn.Parameter) and not will_be_added(x))
