@@ -202,6 +202,10 @@ def solve(
             break
     best = [min(ranked, key=lambda pair: pair[0])[1]] if ranked else []
     nothing_again = [search.priced_problem(ONLY_MOVES)] if movable(problem) else []
+    if movable(problem) and not search.is_within(relaxed.bound_us):
+        once = replace(problem, ops=tuple(replace(op, repeatable=False) for op in problem.ops))
+        fetched = _writers(problem, relax(once, budget_bytes, search.deadline).fetched)
+        nothing_again.insert(0, search.priced_problem_of(fetched, recompute=False))
     for priced_problem in (*best, *nothing_again):
         if search.is_within(relaxed.bound_us):
             break
