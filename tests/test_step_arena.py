@@ -28,11 +28,16 @@ def _fresh() -> Iterator[None]:
 class Trained:
     """A model, its inputs, and the loss of it compiled within a budget."""
 
-    def __init__(self, budget: str = BUDGET, **options: Any) -> None:
+    def __init__(self, budget: str = BUDGET) -> None:
         torch.manual_seed(0)
         self.model = nn.Sequential(*(Block(64) for _ in range(4)))
         self.x = torch.randn(1024, 64)
-        given = {"memory_budget": budget, "solver": "greedy", "variants": "none", "arena": True}
+        given: dict[str, Any] = {
+            "memory_budget": budget,
+            "solver": "greedy",
+            "variants": "none",
+            "arena": True,
+        }
         self.call: Any = torch.compile(self.loss, backend="fxremat", options=given)
 
     def loss(self, x: Tensor) -> Tensor:
