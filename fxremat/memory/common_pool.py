@@ -3,9 +3,10 @@
 In the first step of a loop it is asked, in this order, for
 
     inputs
-    a workspace of cuBLAS, and what tuning writes over      in the forward, and in the backward
-    the optimizer's states                                  for one weight after the other
-    what a step of the optimizer makes on top               and frees again
+    cuBLAS's workspaces of both threads      when graphs are compiled
+    what tuning writes over                  and frees again
+    the optimizer's states                   for one weight after the other
+    what a step of the optimizer makes       and frees again
 
 Segments that the allocator has taken stay, so what it reserves then is what it reserves ever after.
 """
@@ -18,12 +19,7 @@ from itertools import count
 
 from fxremat.core.events import Allocate, Event, Free
 from fxremat.memory.allocator.caching import replay
-from fxremat.memory.allocator.rules import SMALL_SEGMENT_BYTES
 from fxremat.memory.allocator.settings import AllocatorSettings
-
-EAGER_SEGMENTS = 2
-"""Of small blocks, for what eager code makes: a loss's gradient, counters, the next batch. Replayed
-loops reserved as many more than is known otherwise (`python -m benchmarks.loops`)."""
 
 
 @dataclass(frozen=True)
@@ -45,14 +41,12 @@ class CommonPool:
 
     def reserved(self, settings: AllocatorSettings) -> int:
         """The most that is reserved."""
-        taken = replay(list(self._events()), settings).peak_reserved_bytes
-        return self.others + taken + (EAGER_SEGMENTS * SMALL_SEGMENT_BYTES if self.inputs else 0)
+        return self.others + replay(list(self._events()), settings).peak_reserved_bytes
 
     def _events(self) -> Iterator[Event]:
         yield from self._held(self.inputs)
-        for workspace in self.workspaces or (0,):
-            yield from self._held([workspace])
-            yield from self._made([self.tuning])
+        yield from self._held(self.workspaces)
+        yield from self._made([self.tuning])
         yield from self._held(self._like_weights(self.states))
         yield from self._made(self._like_weights(self.step))
 

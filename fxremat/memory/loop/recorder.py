@@ -99,6 +99,7 @@ class LoopRecorder:
     held: Counter[str] = field(default_factory=Counter)
     live: dict[int, _Live] = field(default_factory=dict)
     workspaces: set[Moment] = field(default_factory=set)
+    tuned: set[Moment] = field(default_factory=set)
     paused: bool = False
 
     @contextmanager
@@ -191,9 +192,13 @@ class LoopRecorder:
         for key in [key for key, one in self.live.items() if one.is_gone()]:
             self.let_go(self.live.pop(key).name)
 
-    def use_workspace(self) -> None:
-        """A product of matrices runs in the thread of the forward, or of the backward."""
-        thread: Moment = "backward" if self.moment == "backward" else "forward"
+    def use_workspace(self, thread: Moment | None = None) -> None:
+        """A product of matrices runs in the thread of the forward, or of the backward.
+
+        Without a ``thread``, in that of this moment.
+        """
+        if thread is None:
+            thread = "backward" if self.moment == "backward" else "forward"
         if self.libraries.workspace and thread not in self.workspaces:
             self.workspaces.add(thread)
             self.allocate(self.libraries.workspace, "libraries")

@@ -162,6 +162,9 @@ class _Graph(torch.autograd.Function):
     def forward(ctx: Any, run: _Run, *given: torch.Tensor) -> Any:
         events, recorder, layout = run.graph.events, run.recorder, run.graph.layout
         with recorder.during("forward"):
+            if layout is not None:  # as a graph is compiled for a budget
+                recorder.use_workspace("forward")
+                recorder.use_workspace("backward")
             with _tuned(recorder):
                 run.play(events.forward, None if layout is None else layout.forward)
             again = [x for x, one in zip(given, events.inputs, strict=True) if one.again]
@@ -214,8 +217,9 @@ class _tuned:
 
     def __enter__(self) -> None:
         moment, tuning = self.recorder.moment, self.recorder.libraries.tuning
-        if moment not in self.recorder.workspaces and tuning:
+        if moment not in self.recorder.tuned and tuning:
             self.name = self.recorder.allocate(tuning, "libraries")
+        self.recorder.tuned.add(moment)
         self.recorder.use_workspace()
 
     def __exit__(self, *_: object) -> None:
