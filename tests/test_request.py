@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxremat.compat.tensors import without_memory
 from fxremat.compile import request
+from fxremat.cost.cuda_scratch import allocate_cublas
 from fxremat.memory import optimizers
 from fxremat.options import Options, parse_options
 from fxremat.runtime.host_memory import is_on
@@ -64,6 +66,13 @@ def test_a_budget_that_nobody_asked_for(
 ) -> None:
     card(**says)
     assert least <= budget() <= most
+
+
+def test_nearly_equal_free_sizes_give_equal_budgets(card: Card) -> None:
+    card(free=70 * GIB)
+    first = budget()
+    card(free=70 * GIB + 3 * MIB)
+    assert budget() == first
 
 
 def test_a_budget_that_was_asked_for_is_taken(card: Card) -> None:
@@ -160,6 +169,35 @@ def test_workspaces_of_cublas_are_allocated_before_bytes_are_counted(
     assert asked.budget.held == 6 * MIB
     asked = request.request_for([weight], options())
     assert asked.budget.held == (6 + 2) * MIB  # with a segment of small blocks for tuning
+
+
+@pytest.mark.parametrize(("count", "tuned"), [("allocated", 0), ("reserved", 2 * MIB)])
+def test_a_few_bytes_more_that_no_graph_sees_ask_for_no_other_plan(
+    card: Card, monkeypatch: pytest.MonkeyPatch, count: str, tuned: int
+) -> None:
+    """As a metric that is kept from one run to the next; the next larger step counts in full."""
+    monkeypatch.setattr(request, "device_of_inputs", lambda inputs: GPU)
+    held = []
+    for allocated in (64 * MIB + 1, 64 * MIB + 5000, 66 * MIB, 66 * MIB + 1):
+        card(allocated=allocated)
+        held.append(asked([], count=count).held - tuned)
+    assert held == [66 * MIB, 66 * MIB, 66 * MIB, 68 * MIB]
+
+
+def test_both_threads_compute_a_product() -> None:
+    """The forward's and that of the backward."""
+    products: list[int] = []
+
+    class Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(
+            self, op: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            products.append("mm" in str(op))
+            return op(*args, **(kwargs or {}))
+
+    with torch.no_grad(), Seen():  # type: ignore[no-untyped-call]
+        allocate_cublas(torch.device("cpu"))
+    assert sum(products) == 3
 
 
 def test_tensors_of_another_device_are_no_inputs_here(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,25 +31,33 @@ def momentum(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, RATE, momentum=0.9)
 
 
-def _steps(optimizer: Any, model: nn.Module, inputs: Sequence[Any], next_step: NextStep) -> None:
+def _steps(
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    batch: Callable[[int], Sequence[Any]],
+    next_step: NextStep,
+    after: Callable[[int], None] = lambda step: None,
+) -> None:
+    """Steps on the batch of each, and what comes ``after`` each."""
     for step in range(STEPS):
         if step:
             next_step()
-        model(*inputs).backward()
+        model(*batch(step)).backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        after(step)
 
 
 def adamw_fused(model: nn.Module, inputs: Any, other: Any, next_step: NextStep) -> None:
-    _steps(fused(model.parameters()), model, inputs, next_step)
+    _steps(fused(model.parameters()), model, lambda step: inputs, next_step)
 
 
 def adamw_foreach(model: nn.Module, inputs: Any, other: Any, next_step: NextStep) -> None:
-    _steps(foreach(model.parameters()), model, inputs, next_step)
+    _steps(foreach(model.parameters()), model, lambda step: inputs, next_step)
 
 
 def sgd_momentum(model: nn.Module, inputs: Any, other: Any, next_step: NextStep) -> None:
-    _steps(momentum(model.parameters()), model, inputs, next_step)
+    _steps(momentum(model.parameters()), model, lambda step: inputs, next_step)
 
 
 def accumulate4(model: nn.Module, inputs: Any, other: Any, next_step: NextStep) -> None:
@@ -78,13 +86,8 @@ def zero_grad_late_and_clip(model: nn.Module, inputs: Any, other: Any, next_step
 
 def evaluate(model: nn.Module, inputs: Any, other: Any, next_step: NextStep) -> None:
     """Every second step is followed by an evaluation of two batches."""
-    optimizer = fused(model.parameters())
-    for step in range(STEPS):
-        if step:
-            next_step()
-        model(*inputs).backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+
+    def after(step: int) -> None:
         if step % 2:
             model.eval()
             with torch.no_grad():
@@ -92,16 +95,16 @@ def evaluate(model: nn.Module, inputs: Any, other: Any, next_step: NextStep) -> 
             del losses
             model.train()
 
+    _steps(fused(model.parameters()), model, lambda step: inputs, next_step, after)
+
 
 def second_shape(model: nn.Module, inputs: Any, other: Any, next_step: NextStep) -> None:
     """Every third step has a batch of another shape, as the last one of an epoch."""
-    optimizer = fused(model.parameters())
-    for step in range(STEPS):
-        if step:
-            next_step()
-        model(*(other if step % 3 == 2 else inputs)).backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+
+    def batch(step: int) -> Any:
+        return other if step % 3 == 2 else inputs
+
+    _steps(fused(model.parameters()), model, batch, next_step)
 
 
 LOOPS: dict[str, Loop] = {
