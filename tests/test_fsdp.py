@@ -116,17 +116,11 @@ def test_bytes_of_the_parts_and_gathered(tmp_path: Path) -> None:
         distributed.destroy_process_group()
 
 
-TOLD_TOO_LITTLE = pytest.mark.xfail(
-    strict=True, reason="a defect: budgets are kept, but the reports say 15 % less than is taken"
-)
-
-
 @pytest.mark.parametrize(
     ("way", "percents"),
     [
         ("each block", (60,)),
-        *(pytest.param(way, PERCENTS, marks=pytest.mark.slow) for way in WAYS[:-1]),
-        pytest.param("the whole", PERCENTS, marks=[pytest.mark.slow, TOLD_TOO_LITTLE]),
+        *(pytest.param(way, PERCENTS, marks=pytest.mark.slow) for way in WAYS),
     ],
 )
 def test_a_budget_is_kept_on_each_rank_and_gradients_stay(

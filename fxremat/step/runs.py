@@ -314,8 +314,9 @@ class GraphInStep:
         return found
 
     def _note_peak(self, told: int, found: RunVersions) -> None:
-        """Say the peak of the step in the reports made since then, and in their files."""
-        peak = max(found.step_peak_bytes, self.request.budget.optimizer_step)
+        """Say the peak of the step, with graphs that wait, in the reports made since then."""
+        peaks = [found, *(one.runs for one in self.where.scope.waiting.values())]
+        peak = max(self.request.budget.optimizer_step, *(one.step_peak_bytes for one in peaks))
         for report in session.note_step_peak(told, peak):
             if self.graph.options.report is not None:
                 write_report(self.graph.options.report, report)
