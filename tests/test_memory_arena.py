@@ -564,8 +564,11 @@ class Odd(nn.Module):
 
 
 @pytest.mark.parametrize("how", ["returns", "keeps", "fails"])
-def test_ops_that_do_not_do_as_they_say(how: str) -> None:
+def test_ops_that_do_not_do_as_they_say(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """They return or keep what they are given, so that it lives against the plan; or they fail."""
+    strict = "error_on_custom_op_aliasing"  # torch warns of such an op, and refuses it under CI=1
+    if hasattr(torch._functorch.config, strict):
+        monkeypatch.setattr(torch._functorch.config, strict, False)
     small = Small(lambda: Odd(how), 8, 16)
 
     def step(scale: float = 1.0) -> Any:

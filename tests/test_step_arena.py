@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -78,6 +79,20 @@ def test_the_peak_is_as_predicted_with_the_arena_held() -> None:
     assert (trained.arena.conflicts, trained.arena.differences, trained.arena.missed) == (0, 0, 0)
     (report,) = fxremat.reports()
     assert trained.peak_bytes(trained.step) == report.predicted_peak_bytes
+
+
+def test_the_block_that_is_given_back_is_gone() -> None:
+    """No half keeps it alive: a peak measured later counts it again, and an evaluation has it."""
+    trained = Trained()
+    for _ in range(3):
+        trained.step()
+    peaks = [trained.peak_bytes(trained.step) for _ in range(3)]
+    (report,) = fxremat.reports()
+    assert peaks == [report.predicted_peak_bytes] * 3
+    block = weakref.ref(trained.arena.block)
+    trained.model.zero_grad(set_to_none=True)
+    trained.evaluate()
+    assert block() is None
 
 
 def test_an_evaluation_has_the_bytes_of_the_arena() -> None:

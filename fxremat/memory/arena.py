@@ -36,7 +36,7 @@ from fxremat.compat.placement import (
 )
 from fxremat.core.layout import HalfLayout, StepLayout, extent
 from fxremat.memory.slots import Covered, Group, Slot, held, take_alike
-from fxremat.runtime.placed import Place, Places, go_on_with
+from fxremat.runtime.placed import Place, Places, closely, go_on_with
 from fxremat.sizes import format_bytes
 
 log = logging.getLogger(__name__)
@@ -57,6 +57,10 @@ class PlacedHalf:
         self.arena, self.layout, self.forward = arena, layout, forward
         self.arena_bytes, self.pool_bytes = arena_bytes, 0
         self.dtypes = [getattr(torch, one.dtype.removeprefix("torch.")) for one in layout.buffers]
+        self.unbind()
+
+    def unbind(self) -> None:
+        """Have no slots (they keep a block alive)."""
         self.bound = -1
         """The state of the arena that the slots below are for."""
         self.slots: list[Slot | None] = []
@@ -102,7 +106,7 @@ class PlacedHalf:
         if self.covered is None:  # from now on bytes may be held from longer ago than planned
             pairs = zip(self.slots[:number], self.current, strict=False)
             self.covered = Covered([*self.saved, *(one for one, at in pairs if at is not None)])
-            go_on_with(map(_closely, self.current[number + 1 :]))
+            go_on_with(map(closely, self.current[number + 1 :]))
         return empty(size, stride, dtype)
 
     def has(self, tensor: torch.Tensor) -> bool:
@@ -169,8 +173,8 @@ class PlacedHalf:
         covered, own = Covered(self.slots), set(self.saved)
         self.watched = Group(one for one in outliving if one not in own and covered.owners(one))
 
-    def begin(self, others: Sequence[Slot], *, closely: bool) -> Places:
-        """Its places, without those that overlap with what others hold."""
+    def begin(self, others: Sequence[Slot], *, decides: bool) -> Places:
+        """Its places without those that overlap with what others hold; whether `place` decides."""
         self.current, self.covered = self.places, None
         if others:
             overlap = Covered(others)
@@ -181,7 +185,7 @@ class PlacedHalf:
             )
             self.arena.note_held(len(blocked))
             self.current = self._places_without(blocked)
-        return map(_closely, self.current) if closely else iter(self.current)
+        return map(closely, self.current) if decides else iter(self.current)
 
     def _places_without(self, blocked: frozenset[int]) -> list[Place | None]:
         """All others; each comes after other ones in its bytes than it was planned to."""
@@ -190,11 +194,6 @@ class PlacedHalf:
         if self._beside is None or self._beside[0] != blocked:
             self._beside = blocked, self._places(blocked)
         return self._beside[1]
-
-
-def _closely(place: Place | None) -> Place | None:
-    """The same for `PlacedHalf.place` to decide on."""
-    return None if place is None else place._replace(size=None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -382,7 +381,7 @@ class Arena:
         if self._leaked:
             others += self._leaked.keys() - set(half.saved)
         self.poison_dead()
-        return half.begin(others, closely=self.poison)
+        return half.begin(others, decides=self.poison)
 
     def note_held(self, count: int) -> None:
         """So many buffers are allocated as ever, for others hold what lies there."""
@@ -444,10 +443,11 @@ class Arena:
         """
         self.block = None
         self.state += 1
+        for half in self._halves:
+            half.unbind()
         if not lent:
             self._pool = None  # what of its memory nobody holds goes back to the device
-        self._slots, self.numbers = {}, {}
-        self._leaked, self._filled = {}, {}
+        self._slots, self.numbers, self._leaked, self._filled = {}, {}, {}, {}
 
     def _bind(self) -> None:
         """Have all halves find their slots, and what may be held when they begin."""

@@ -42,6 +42,11 @@ class Place(NamedTuple):
 Places = Iterator[Place | None]
 
 
+def closely(place: Place | None) -> Place | None:
+    """The same for `Half.place` to decide on."""
+    return None if place is None else place._replace(size=None)
+
+
 class Half(Protocol):
     """The places of the buffers of one half of a run."""
 

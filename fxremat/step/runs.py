@@ -82,8 +82,7 @@ class GraphInStep:
         return self._compiled_so()
 
     def _compiled_so(self) -> RunVersions | None:
-        count = self.runs_at_once
-        together = count > 1 or self.role.described is not None
+        together = (count := self.runs_at_once) > 1 or self.role.described is not None
         together |= self.where.context.pipeline is not None
         if self.request.budget.limit is None or not self.graph.needs_gradients:
             together = False
