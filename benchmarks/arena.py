@@ -37,7 +37,7 @@ from fxremat.core.events import (
 from fxremat.core.layout import CodeBuffer
 from fxremat.core.step import last_first
 from fxremat.memory.allocator.rules import MIN_BLOCK_BYTES, round_up
-from fxremat.memory.layout import ALIGNMENT_BYTES, arrange, in_sequence, least_pool
+from fxremat.memory.layout import ALIGNMENT_BYTES, arrange, in_sequence, least_pool, loop_of
 
 from .rows import format_table, mib
 
@@ -115,7 +115,7 @@ def measured(name: str, run: RunEvents, thorough: bool) -> Row:
     events = [event for _, event in in_sequence([run], order)]
     arena = arranged.layout.arena_bytes
     pool = arranged.reserved_bytes - arena
-    _, best_fit = least_pool(events)
+    _, best_fit = least_pool(loop_of(events, {}))
     return Row(name, len(run.sizes()), most_alive(events), arena, pool, best_fit, seconds)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -48,6 +49,20 @@ def test_what_the_code_asks_for_lies_in_the_arena() -> None:
     assert found.nbytes == found.arena_bytes + found.pools.peak_reserved_bytes + (10 + 4) * MIB
     names = [buffer.block for buffer in found.layout.runs[0].forward.buffers]
     assert names == ["0", "1"]
+
+
+def test_a_gradient_that_stays_outside_is_there_when_the_forward_begins() -> None:
+    """By hand: 12 MiB of it beside 30 in the forward, whose segment has the second one later."""
+    run = RunEvents(
+        (Allocate("0", 30 * MIB), Free("0")),
+        (Allocate("4", 12 * MIB),),
+        (Given(4 * MIB, gradient="4"),),
+        gradients_stay=True,
+    )
+    events = (*run.forward, *run.backward)
+    assert reserved_by_run(events, run, SETTINGS, 0).nbytes == (30 + 12) * MIB
+    freed = replace(run, gradients_stay=False)
+    assert reserved_by_run(events, freed, SETTINGS, 0).nbytes == 30 * MIB
 
 
 def test_graphs_that_take_turns_share_what_they_reserve() -> None:

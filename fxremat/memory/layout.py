@@ -108,11 +108,12 @@ def arrange(
 
     if device == "cpu":
         return arranged(_within_peak(PartialArena(buffers, rest, 1), thorough))
+    second = {_name(k, a): _name(k, b) for k, x in enumerate(runs) for a, b in seconds(x).items()}
     arena, best = PartialArena(buffers, rest, ALIGNMENT_BYTES[device]), list[Arranged]()
     for placement in _placements(arena, thorough):
         one = arranged(placement)
         outside = [*_named(in_sequence(one.outside(runs), order))]
-        segment, reserved = least_pool(outside, settings)
+        segment, reserved = least_pool(loop_of(outside, second), settings)
         layout = replace(one.layout, pool_bytes=segment)
         best.append(replace(one, layout=layout, reserved_bytes=layout.arena_bytes + reserved))
         if best[-1].reserved_bytes <= (1 + LITTLE_UNUSED) * arena.peak_bytes + SMALL_SEGMENT_BYTES:
@@ -126,17 +127,47 @@ def staying(run: RunEvents) -> frozenset[str]:
     return frozenset(name for name in names if name is not None)
 
 
+def seconds(run: RunEvents) -> dict[str, str]:
+    """Names, which no block of the run has, for second ones of the gradients that stay."""
+    return {name: f"{10**9 + k}" for k, name in enumerate(sorted(staying(run)))}
+
+
 def with_second_gradients(events: Iterable[Event], run: RunEvents) -> Iterator[Event]:
     """The events of a backward in which the gradients of an earlier one are there still.
 
     Those have their places, so that each new one lies outside, too, until autograd has added it.
-    Second ones have names that no block of the run has.
     """
-    numbers = {name: 10**9 + k for k, name in enumerate(sorted(staying(run)))}
+    second = seconds(run)
     for event in events:
         yield event
-        if isinstance(event, Allocate) and event.name in numbers:
-            yield Allocate(f"{numbers[event.name]}", event.nbytes)
+        if isinstance(event, Allocate) and event.name in second:
+            yield Allocate(second[event.name], event.nbytes)
+
+
+def loop_of(step: Sequence[Event], second: Mapping[str, str]) -> list[Event]:
+    """What a pool is asked for in a loop of these steps, at whose ends all is freed.
+
+    Where gradients stay (``second`` has the names of those that are added to them), they come from
+    an earlier plan, so that the first step begins with them. Then a step begins without any, and
+    the next one adds to those that it leaves.
+    """
+    there = [event for event in step if isinstance(event, Allocate) and event.name in second]
+    ends, adds = [Free(one.name) for one in there], _step_without(step, second)
+    begins = _step_without(step, set(second.values()), stays=second)
+    return [*there, *adds, *ends, *begins, *adds, *ends] if there else [*adds, *adds]
+
+
+def _step_without(
+    step: Sequence[Event], missing: Collection[str], stays: Collection[str] = ()
+) -> list[Event]:
+    """The events but those of what is ``missing``; in the end all is freed that does not stay."""
+    left, found = dict[str, None](), list(without(step, missing))
+    for event in found:
+        if isinstance(event, Allocate):
+            left[event.name] = None
+        elif isinstance(event, Free):
+            del left[event.name]
+    return [*found, *(Free(name) for name in left if name not in stays)]
 
 
 def _placements(arena: PartialArena, thorough: bool) -> Iterator[Placement]:
@@ -159,21 +190,13 @@ def _within_peak(arena: PartialArena, thorough: bool) -> Placement:
 def least_pool(
     events: Sequence[Event], settings: AllocatorSettings | None = None
 ) -> tuple[int, int]:
-    """The first segment of a private pool, 0 for none, and what it reserves, with the least.
-
-    Two steps of these events are replayed, at whose ends all is freed.
-    """
-    left = dict.fromkeys(event.name for event in events if isinstance(event, Allocate))
-    for event in events:
-        if isinstance(event, Free):
-            del left[event.name]
-    step = [*events, *map(Free, left)]
-    usage = replay([*step, *step], settings)
+    """The first segment of a private pool, 0 for none, and what it reserves, with the least."""
+    usage = replay(events, settings)
     best = usage.peak_reserved_bytes, 0
-    for factor in FIRST_SEGMENTS if step else ():
+    for factor in FIRST_SEGMENTS if events else ():
         segment = round_up(int(factor * usage.peak_allocated_bytes), SEGMENT_STEP_BYTES)
         first = (Allocate("first", segment), Free("first"))
-        best = min(best, (replay([*first, *step, *step], settings).peak_reserved_bytes, segment))
+        best = min(best, (replay([*first, *events], settings).peak_reserved_bytes, segment))
     return best[1], best[0]
 
 
@@ -181,7 +204,11 @@ def _named(events: Iterable[tuple[int, Event]]) -> Iterator[Event]:
     """The events, with names that no two runs share."""
     for run, event in events:
         if isinstance(event, (Allocate, Free)):
-            yield replace(event, name=f"{run}:{event.name}")
+            yield replace(event, name=_name(run, event.name))
+
+
+def _name(run: int, block: str) -> str:
+    return f"{run}:{block}"
 
 
 def may_be_placed(run: RunEvents) -> frozenset[str]:
@@ -216,7 +243,7 @@ def _lives(runs: Sequence[RunEvents], order: Order, alignment: int) -> dict[Bloc
                 freed[run, name] = clock
     return {
         block: Buffer(
-            f"{block[0]}:{block[1]}", begin, freed.get(block, clock + 1), nbytes, alignment
+            _name(*block), begin, freed.get(block, clock + 1), nbytes, alignment
         )
         for block, (begin, nbytes) in begun.items()
     }

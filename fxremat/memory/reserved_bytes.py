@@ -8,7 +8,7 @@ stream to another, so the graphs' own pool is a stream of its own there.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeGuard
 
@@ -19,7 +19,7 @@ from fxremat.memory.allocator.caching import Usage, replay
 from fxremat.memory.allocator.rules import SEGMENT_STEP_BYTES, round_up
 from fxremat.memory.allocator.settings import AllocatorSettings
 from fxremat.memory.composed_steps import composed
-from fxremat.memory.layout import arrange, with_second_gradients
+from fxremat.memory.layout import arrange, loop_of, seconds, with_second_gradients
 
 OWN_POOL, ARENA = 1, 2
 """Streams that stand for the graphs' own pool, and for what lies in the arena."""
@@ -56,26 +56,24 @@ class Reserved:
 
 
 def reserved(
-    events: Sequence[Event], settings: AllocatorSettings, held_bytes: int, pool_bytes: int = 0
+    events: Sequence[Event],
+    settings: AllocatorSettings,
+    held_bytes: int,
+    pool_bytes: int = 0,
+    second: Mapping[str, str] | None = None,
 ) -> Usage:
     """What the pools reserve for two steps, one after the other.
 
     ``events`` are of one step; what is resident has a name that is no number, and comes first. What
-    a step leaves, as gradients, is freed before the next one. ``held_bytes`` lie beside it, in one
-    block. The graphs' own pool begins with a segment of ``pool_bytes``. What the allocator has
-    taken it keeps: it never runs out.
+    a step leaves, as gradients, is freed before the next one, but where they stay
+    (`fxremat.memory.layout.loop_of`). ``held_bytes`` lie beside it, in one block. The graphs' own
+    pool begins with a segment of ``pool_bytes``. What the allocator has taken it keeps: it never
+    runs out.
     """
-    left: dict[str, None] = {}
     step = [event for event in events if not _is_resident(event)]
-    for event in step:
-        if isinstance(event, Allocate):
-            left[event.name] = None
-        elif isinstance(event, Free):
-            del left[event.name]
     resident = [event for event in events if _is_resident(event)]
-    ends = [Free(name) for name in left]
     first = Allocate("held beside", held_bytes), Allocate("first", pool_bytes, OWN_POOL)
-    return replay([*first, Free("first"), *resident, *step, *ends, *step], settings)
+    return replay([*first, Free("first"), *resident, *loop_of(step, second or {})], settings)
 
 
 def reserved_by_run(
@@ -93,7 +91,8 @@ def reserved_by_run(
     there = with_second_gradients(events, run)
     marked = [_where(event, found.placed[0]) for event in there if not _is_resident(event)]
     beside = held_bytes + sum(event.nbytes for event in events if _is_resident(event))
-    return replace(_reserved_with(found.layout, marked, settings), beside=beside, shared=shared)
+    own = _reserved_with(found.layout, marked, settings, seconds(run))
+    return replace(own, beside=beside, shared=shared)
 
 
 def reserved_by_step(
@@ -106,9 +105,12 @@ def reserved_by_step(
 
 
 def _reserved_with(
-    layout: StepLayout, events: Iterable[Event], settings: AllocatorSettings
+    layout: StepLayout,
+    events: Iterable[Event],
+    settings: AllocatorSettings,
+    second: Mapping[str, str] | None = None,
 ) -> Reserved:
-    pools = reserved(_without_arena(events), settings, 0, layout.pool_bytes)
+    pools = reserved(_without_arena(events), settings, 0, layout.pool_bytes, second)
     return Reserved(pools, layout)
 
 
