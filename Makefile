@@ -7,7 +7,7 @@
 # make check            style, types, import contracts, and the size of the source tree
 # make package          the files that a release uploads, checked
 # make demo             trains a small GPT within a budget
-# make gpu              measures on the GPU of this machine (docs/benchmarks.md)
+# make gpu              training loops on the GPU of this machine (docs/benchmarks.md)
 #
 # `make test TORCH=torch==2.14.1` and `make test PYTHON3=python3.12` each take an environment of
 # their own below build/. The default one is .venv; a torch that is there stays. Environments are
@@ -29,7 +29,7 @@ TORCHES ?= 2.11.0 2.13.0 2.14.1
 
 .DEFAULT_GOAL := test
 .PHONY: demo test test-all test-long test-versions test-integrations test-pages check package gpu \
-	gpu-install gpu-tests gpu-steps gpu-offload gpu-published venv
+	gpu-install gpu-plans gpu-tests gpu-offload gpu-published venv
 
 demo: venv
 	$(PYTHON) -m benchmarks.demo
@@ -76,21 +76,26 @@ package: venv
 	$(PYTHON) -m twine check --strict dist/*
 
 # With the torch and triton of GPU_PYTHON, and without a network: WHEELS are files for what it lacks.
-# GPU_TOGETHER is how many processes compile, or test, at the same time.
+# PLANS is a folder that `make gpu-plans` has filled, where there is no GPU, with the same torch; it
+# may be left out. GPU_TOGETHER is how many processes compile, or test, at the same time.
 GPU_PYTHON ?= python3
 WHEELS ?=
-GPU_MODELS ?= gpt,llama,vit
-GPU_WAYS ?= checkpoint,fxremat80%,fxremat50%
-GPU_TOGETHER ?= 3
+PLANS ?=
+CARD ?= H200
+GPU_MINUTES ?= 9
+GPU_TOGETHER ?= 6
 GPU_SETTINGS ?= 24-layers,qwen3-8b-16k
 GPU := build/gpu
 ON_GPU := PYTHONPATH=$(CURDIR):$(CURDIR)/$(GPU) PYTHONUNBUFFERED=1 $(GPU_PYTHON)
 
 gpu: gpu-install
-	$(MAKE) gpu-tests
-	$(MAKE) gpu-steps
-	$(MAKE) gpu-offload
-	$(MAKE) gpu-published
+	$(ON_GPU) -m benchmarks.gpu --minutes $(GPU_MINUTES) --together $(GPU_TOGETHER) \
+		$(if $(PLANS),--plans $(PLANS)) --out $(GPU)/loops.json
+
+gpu-plans: venv
+	mkdir -p $(or $(PLANS),$(error PLANS=FOLDER says where to))
+	TORCHINDUCTOR_CACHE_DIR=$(abspath $(PLANS))/cache $(PYTHON) -m benchmarks.loops \
+		--loops adamw_fused --device $(CARD) --json $(PLANS)/loops.json
 
 gpu-install:
 	rm -rf $(GPU)
@@ -98,10 +103,6 @@ gpu-install:
 
 gpu-tests:
 	$(ON_GPU) -m pytest -q -m gpu -n $(GPU_TOGETHER) -p no:cacheprovider
-
-gpu-steps:
-	$(ON_GPU) -m benchmarks.gpu --models $(GPU_MODELS) --ways $(GPU_WAYS) \
-		--together $(GPU_TOGETHER) --out $(GPU)/gpu.json
 
 gpu-offload:
 	$(ON_GPU) -m benchmarks.offload measure --device cuda --dtype bfloat16 --size base --out $(GPU)/offload.json

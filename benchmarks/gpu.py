@@ -1,17 +1,20 @@
-"""On a GPU: predicted against measured bytes and seconds, over many models at once.
+"""Whole training loops on a GPU, the most telling first, until the minutes are over.
 
-    python -m benchmarks.gpu --models gpt,vit,resnet --size base --out benchmarks/results/gpu.json
+    python -m benchmarks.gpu [MODULE:FUNCTION or FILE.py:FUNCTION ...] --out FILE [--minutes 9]
+                             [--ways NAME,...] [--together 6] [--plans FOLDER]
 
-For each model: `torch.compile`, per-block checkpointing, and fxremat at parts of what
-`torch.compile` reserves, each in a process of its own. Up to `--together` processes compile at the
-same time, and share the processor meanwhile; steps are timed afterwards, one process at a time, in
-rounds. Each process also trains two steps while torch records what its allocator does, and compares
-the record with fxremat's model of the allocator. Exits with 1 if a budget was not obeyed, a
-process failed, or a gradient of fxremat's is off. The JSON file is written as soon as bytes are
-known, and again after each model is timed: a run that is stopped leaves what it has.
+The models are those of `benchmarks.loops`. Each row trains one of them for six steps with fused
+AdamW, in a process of its own: plain torch.compile, fxremat at a part of what that reserves, each
+block checkpointed, fxremat at the peak of that, checkpoints that save matmuls and attention, and
+torch's own option. Rows compile together; then each is timed alone. They are written as they end,
+and those that are in FILE already are not run again: a run that was stopped goes on.
 
-With ``--absent H100`` no GPU is needed: the same models are planned for that card, at parts of what
-keeping everything reserves, and what is said of them is printed.
+FOLDER has plans that were made without a GPU (`make gpu-plans`): budgets, and the caches.
+
+    python -m benchmarks.gpu --table FILE [--into docs/benchmarks.md]
+
+prints the table of such a file, or puts it between the marks of a document. Exits with 1 if a
+budget was not obeyed or a row failed.
 """
 
 from __future__ import annotations
@@ -20,157 +23,190 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
+from threading import Timer
 from typing import Any
 
 import torch
 
-from fxremat.cost.cards import card_named
-from fxremat.errors import UnknownDevice
-
-from . import gpu_absent
+from .loops.models import MODELS
 from .machine import describe_machine
-from .models import MODELS, SIZES
-from .rows import Row, format_table, mib, number, yes_no
-from .runner import Case, Runner, Timing, WorkerProcess
-from .ways import REFERENCE, VARIANTS, Variant
+from .readme_table import put_into
+from .rows import format_table, mib, number
+from .runner import Process
 
-DEFAULT_MODELS = "gpt,bert,llama,vit,resnet,regnet,unet,encdec"
-DEFAULT_WAYS = "checkpoint,fxremat80%,fxremat50%,fxremat33%"
-MOST_ERROR = 5e-2
-"""Of a gradient in bfloat16, in parts of its largest entry."""
-HEAD = ["model", "way", "budget", "allocated", "said", "reserved", "said", "obeyed", "first step",
-        "model of it", "step ms", "time", "planned", "compile s", "gradients"]  # fmt: skip
+WAYS = ("plain", "fxremat60%", "checkpoint", "fxremat@checkpoint", "save_matmuls", "knob")
+"""In the order of their importance."""
+ROUNDS = 10
+"""Of timed steps."""
+MARKS = "<!-- gpu loops: begin -->", "<!-- gpu loops: end -->"
+HEAD = ["model", "way", "status", "budget", "promised", "reserved", "allocated", "step ms", "time",
+        "planned", "first step s"]  # fmt: skip
 
-
-class Group(Runner):
-    """The ways to run one model, each in a process that lives until all are timed."""
-
-    def __init__(self, case: Case, timing: Timing, folder: Path) -> None:
-        super().__init__(case, timing, folder)
-        self.recorded: dict[str, dict[str, Any]] = {}
-        self.ready: list[WorkerProcess] = []
-        folder.mkdir(parents=True, exist_ok=True)
-
-    def prepare_one(self, variant: Variant, stack: ExitStack) -> None:
-        """Start, compile, measure, and let the allocator be recorded."""
-        worker = stack.enter_context(self.start(variant))
-        if self.prepare(worker):
-            if self.case.device == "cuda":
-                answer = worker.ask("recorded")
-                self.recorded[variant.name] = answer.get("allocator", {})
-                self.rows[variant.name].error = answer.get("error")
-            self.ready.append(worker)
-        cells = self._line(self.rows[variant.name])
-        self._say(
-            ", ".join(f"{head} {cell}" for head, cell in zip(HEAD, cells, strict=True) if cell)
-        )
-
-    def time(self) -> None:
-        """Steps of all, in rounds."""
-        by_name = {worker.variant.name: worker for worker in self.ready}
-        if REFERENCE.name in by_name:
-            self._time(by_name.pop(REFERENCE.name), [*by_name.values()])
-
-    def lines(self) -> list[list[str]]:
-        """Of the table."""
-        return [self._line(row) for row in self.rows.values()]
-
-    def _line(self, row: Row) -> list[str]:
-        found = self.recorded.get(row.variant, {})
-        modelled = ""
-        if "modelled_peak_bytes" in found:
-            modelled = f"{found['modelled_peak_bytes'] / found['recorded_peak_bytes'] - 1:+.2%}"
-        first = None if row.budget_bytes is None else row.first_bytes
-        return [
-            self.case.model,
-            row.variant,
-            mib(row.budget_bytes),
-            mib(row.peak_bytes),
-            _off(row.predicted_bytes, row.peak_bytes),
-            mib(row.reserved_bytes),
-            _off(row.predicted_reserved_bytes, row.reserved_bytes),
-            yes_no(row.obeyed),
-            mib(first),
-            modelled,
-            number(row.step_ms, ".1f"),
-            number(row.time_ratio, ".3f"),
-            number(row.planned_ratio, ".3f"),
-            number(row.compile_seconds, ".0f"),
-            number(row.gradient_error, ".1e"),
-        ]
-
-    @property
-    def failures(self) -> list[str]:
-        """What is wrong, in words; a refused budget is not."""
-        found = []
-        for row in self.rows.values():
-            name = f"{self.case.model} {row.variant}"
-            if row.error and row.minimum_bytes is None:
-                found.append(f"{name}: {row.error}")
-            if row.obeyed is False:
-                found.append(f"{name}: the budget is not obeyed")
-            error = row.gradient_error if row.kind == "fxremat" else None
-            if error is not None and not error <= MOST_ERROR:
-                found.append(f"{name}: gradients are off by {error:.1e}")
-        return found
-
-    @property
-    def refusals(self) -> list[str]:
-        """Budgets that were refused, and what was named instead."""
-        return [
-            f"{self.case.model} {row.variant}: refused at {mib(row.budget_bytes)} MiB, "
-            f"least {mib(row.minimum_bytes)} MiB"
-            for row in self.rows.values()
-            if row.minimum_bytes is not None
-        ]
-
-    def to_json(self) -> dict[str, Any]:
-        """The case, the rows, and what the model of the allocator said."""
-        rows = [row.to_json() for row in self.rows.values()]
-        return {**asdict(self.case), "rows": rows, "recorded": self.recorded}
+Row = dict[str, Any]
 
 
-def _off(said: int | None, measured: int | None) -> str:
-    return "" if said is None or not measured else f"{said / measured - 1:+.2%}"
+@dataclass
+class Rows:
+    """What is known, by model and way; written to a file with each row that ends."""
+
+    head: dict[str, Any]
+    out: Path | None
+    rows: dict[tuple[str, str], Row] = field(default_factory=dict)
+
+    def read(self) -> None:
+        """Know what an earlier run has written, but for what failed."""
+        if self.out is not None and self.out.exists():
+            for row in json.loads(self.out.read_text())["rows"]:
+                if row["status"] != "failed":
+                    self.rows[row["model"], row["way"]] = row
+
+    def keep(self, row: Row) -> None:
+        """One more."""
+        self.rows[row["model"], row["way"]] = row
+        if self.out is not None:
+            self.out.parent.mkdir(parents=True, exist_ok=True)
+            text = json.dumps({**self.head, "rows": list(self.rows.values())}, indent=1)
+            self.out.write_text(text + "\n", encoding="utf-8")
+
+    def budget(self, model: str, way: str, planned: dict[str, int]) -> int | None:
+        """Bytes of a row; None for a way without one. Raises `KeyError` where not known yet."""
+        if not way.startswith("fxremat"):
+            return None
+        if way == "fxremat@checkpoint":
+            return int(self.rows[model, "checkpoint"]["reserved"])
+        if model in planned:
+            return planned[model]
+        part = float(way.removeprefix("fxremat").removesuffix("%")) / 100
+        return int(part * self.rows[model, "plain"]["reserved"])
 
 
-def run(
-    cases: Sequence[Case],
-    variants: Sequence[Variant],
-    timing: Timing,
-    logs: Path,
-    keep: Callable[[Sequence[Group]], None],
-) -> list[Group]:
-    """Compile all at once, then time one model after the other; ``keep`` gets what there is."""
-    groups = [Group(case, timing, logs / case.model) for case in cases]
-    with ExitStack() as stack, ThreadPoolExecutor(timing.live) as pool:
-        list(pool.map(lambda group: group.prepare_one(REFERENCE, stack), groups))
-        jobs = [(group, variant) for group in groups for variant in variants]
-        list(pool.map(lambda job: job[0].prepare_one(job[1], stack), jobs))
-        keep(groups)
-        for group in groups:
-            group.time()
-            keep(groups)
-    return groups
+def cells(row: Row, plain: Row | None) -> list[str]:
+    """A line of the table; bytes in MiB."""
+    ms = median(row["step_ms"]) if row.get("step_ms") else None
+    other = median(plain["step_ms"]) if plain and plain.get("step_ms") else None
+    return [
+        row["model"],
+        row["way"],
+        row["status"],
+        mib(row["budget"]),
+        mib(row.get("promised") or row.get("least")),
+        mib(row.get("reserved")),
+        mib(row.get("allocated")),
+        number(ms, ".1f"),
+        number(ms / other if ms and other else None, ".3f"),
+        number(row.get("planned"), ".3f"),
+        number(row.get("first_step_seconds"), ".0f"),
+    ]
 
 
-def text(groups: Sequence[Group]) -> str:
-    """The table, refusals and failures."""
-    lines = [HEAD, *(line for group in groups for line in group.lines())]
-    said = [line for group in groups for line in (*group.refusals, *group.failures)]
-    return "\n".join([format_table(lines), *said])
+def lines(rows: Sequence[Row]) -> list[list[str]]:
+    """Of the table: models together, in the order of their first rows."""
+    plain = {row["model"]: row for row in rows if row["way"] == "plain"}
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    ordered = sorted(rows, key=lambda row: (models.index(row["model"]), WAYS.index(row["way"])))
+    return [HEAD, *(cells(row, plain.get(row["model"])) for row in ordered)]
 
 
-def cudnn_version() -> int | None:
-    """As torch found it."""
-    ask: Any = torch.backends.cudnn.version
-    found: int | None = ask()
-    return found
+def markdown(found: dict[str, Any]) -> str:
+    """The table of a document, and where it comes from."""
+    head, *body = lines(found["rows"])
+    table = [head, ["---"] * len(head), *body]
+    machine = found["machine"]
+    origin = f"{machine['device']}, {machine['date'][:10]}, torch {machine['torch']}; bytes in MiB."
+    return "\n".join([origin, "", *("| " + " | ".join(line) + " |" for line in table), ""])
+
+
+@dataclass
+class Benchmark:
+    """The rows that are still to run, and how."""
+
+    rows: Rows
+    options: argparse.Namespace
+    ends: float
+    folder: Path
+    planned: dict[str, int] = field(default_factory=dict)
+    tried: set[tuple[str, str]] = field(default_factory=set)
+
+    def run(self) -> None:
+        """Groups of rows until the time, or the work, is over."""
+        while time.monotonic() < self.ends and (group := self._next_group()):
+            self._run_group(group)
+
+    def _next_group(self) -> list[Row]:
+        """The first rows that can run: those whose budget is known."""
+        found: list[Row] = []
+        for way in self.options.ways:
+            for model in self.options.models:
+                if (model, way) in {*self.rows.rows, *self.tried}:
+                    continue
+                try:
+                    budget = self.rows.budget(model, way, self.planned)
+                except (KeyError, TypeError):
+                    continue  # what it is a part of has not run, or failed
+                found.append({"model": model, "way": way, "budget": budget})
+        return found[: self.options.together]
+
+    def _run_group(self, group: Sequence[Row]) -> None:
+        """Compile and train together, then time one after the other."""
+        self.tried |= {(row["model"], row["way"]) for row in group}
+        with ExitStack() as stack, ThreadPoolExecutor(len(group)) as pool:
+            workers = [stack.enter_context(self._start(row)) for row in group]
+            stop = Timer(self.ends - time.monotonic(), _kill(workers))
+            stop.start()
+            stack.callback(stop.cancel)
+            answers = pool.map(lambda worker: worker.ask("train"), workers)
+            for row, answer in zip(group, answers, strict=True):
+                if time.monotonic() < self.ends:
+                    row |= {"status": "failed", **answer}
+                    self.rows.keep(row)
+                    print("  ".join(filter(None, cells(row, None))), flush=True)
+            for row, worker in zip(group, workers, strict=True):
+                if row.get("status") in ("ok", "over") and time.monotonic() < self.ends:
+                    answer = worker.ask("time", rounds=ROUNDS)
+                    if time.monotonic() < self.ends:
+                        self.rows.keep(row | answer)
+                worker.process.kill()
+
+    def _start(self, row: Row) -> Process:
+        settings = {**row, "device": self.options.device, "op_times": "auto"}
+        cache: Path | None = self.folder / f"{row['model'].replace('/', '_')}.{row['way']}"
+        if self.options.plans is not None:  # they were made with times that are computed
+            settings["op_times"], cache = "roofline", self.options.plans / "cache"
+        log = self.folder / f"{len(self.tried)}.{row['way']}.{id(row)}.log"
+        return Process("benchmarks.gpu_worker", settings, cache, log)
+
+
+def _kill(workers: Sequence[Process]) -> Callable[[], None]:
+    def kill() -> None:
+        for worker in workers:
+            worker.process.kill()
+
+    return kill
+
+
+def budgets_of(folder: Path | None) -> dict[str, int]:
+    """Of the plans in a folder, by model."""
+    if folder is None:
+        return {}
+    rows = json.loads((folder / "loops.json").read_text())["rows"]
+    return {row["model"]: row["budget"] for row in rows if row["loop"] == "adamw_fused"}
+
+
+def failures(rows: Sequence[Row]) -> Iterator[str]:
+    """What is wrong, in words; a refusal is not."""
+    for row in rows:
+        name = f"{row['model']} {row['way']}"
+        if row["status"] == "over":
+            yield f"{name}: {mib(row['reserved'])} MiB are over the budget of {mib(row['budget'])}"
+        elif row["status"] == "failed" or row.get("error"):
+            yield f"{name}: {row.get('error')}"
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -178,67 +214,54 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser = argparse.ArgumentParser("python -m benchmarks.gpu", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
-    add("--models", default=DEFAULT_MODELS, help=f"of {', '.join(MODELS)}")
-    add("--size", choices=SIZES, default="base")
-    add("--device", choices=("cpu", "cuda"), default="cuda")
-    add("--absent", metavar="CARD", help="plan for a card that is not here; nothing is measured")
-    add("--dtype", default="bfloat16")
-    add("--ways", default=DEFAULT_WAYS, help="of the variants of `python -m benchmarks`")
-    add("--together", type=int, default=8, help="processes that compile at the same time")
-    add("--rounds", type=int, default=5, help="rounds of timed steps")
-    add("--steps", type=int, default=5, help="timed steps of each way in a round")
-    add("--threads", type=int, default=4)
-    add("--seed", type=int, default=0)
-    add("--logs", type=Path, help="folder of what the processes say; default: a temporary one")
+    add("models", nargs="*", help="MODULE:FUNCTION or FILE.py:FUNCTION")
+    add("--ways", default=",".join(WAYS), help="names, with commas")
+    add("--device", default="cuda")
+    add("--minutes", type=float, default=9.0)
+    add("--together", type=int, default=6, help="rows that compile at the same time")
+    add("--plans", type=Path, help="folder of plans that were made without a GPU")
     add("--out", type=Path, help="JSON file")
-    options = parser.parse_args(arguments)
-    if unknown := sorted(set(options.models.split(",")) - set(MODELS)):
-        parser.error(f"unknown models {unknown}; there are {', '.join(MODELS)}")
-    if unknown := sorted(set(options.ways.split(",")) - set(VARIANTS)):
-        parser.error(f"unknown ways {unknown}; there are {', '.join(VARIANTS)}")
-    if options.absent:
-        try:
-            card_named(options.absent)
-        except UnknownDevice as error:
-            parser.error(str(error))
-    without = [name for name in options.ways.split(",") if VARIANTS[name].at != "fraction"]
-    if options.absent and without:
-        parser.error(f"{without} are no parts of what plain reserves: --absent leaves them out")
-    return options
+    add("--table", type=Path, help="print the table of such a file")
+    add("--into", type=Path, help="put it into this document")
+    asked = parser.parse_args(arguments)
+    asked.models = asked.models or list(MODELS)
+    unknown = [text for text in asked.models if ":" not in text and text not in MODELS]
+    if unknown:
+        parser.error(f"no models {unknown}; give MODULE:FUNCTION, or {', '.join(MODELS)}")
+    asked.ways = asked.ways.split(",")
+    if others := sorted(set(asked.ways) - set(WAYS)):
+        parser.error(f"no ways {others}; there are {', '.join(WAYS)}")
+    return asked
 
 
-def _write(out: Path | None, result: dict[str, Any]) -> None:
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(result, indent=1) + "\n")
+def _cudnn() -> int | None:
+    version: Callable[[], int | None] = torch.backends.cudnn.version
+    return version()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run, print and write."""
-    options = parse_arguments(arguments)
-    variants = [VARIANTS[name] for name in options.ways.split(",")]
-    timing = Timing(options.rounds, options.steps, options.together)
-    cases = [
-        Case(name, options.size, options.device, options.dtype, options.seed, options.threads)
-        for name in options.models.split(",")
-    ]
-    if options.absent:
-        said = gpu_absent.run(cases, variants, options.absent)
-        _write(options.out, {"card": options.absent, "said": said})
+    """Run, print and write; or make a table."""
+    begin, options = time.monotonic(), parse_arguments(arguments)
+    if options.table is not None:
+        text = markdown(json.loads(options.table.read_text()))
+        if options.into is None:
+            print(text, end="")
+        else:
+            options.into.write_text(put_into(options.into.read_text(), text, MARKS))
         return 0
     head = {
-        "machine": describe_machine(options.device, options.threads),
-        "versions": {"cuda": torch.version.cuda, "cudnn": cudnn_version()},
-        "timing": asdict(timing),
+        "machine": describe_machine(options.device, torch.get_num_threads()),
+        "versions": {"cuda": torch.version.cuda, "cudnn": _cudnn()},
+        "rounds": ROUNDS,
     }
-
-    def keep(groups: Sequence[Group]) -> None:
-        _write(options.out, {**head, "results": [group.to_json() for group in groups]})
-
+    rows = Rows(head, options.out)
+    rows.read()
     with tempfile.TemporaryDirectory(prefix="fxremat-gpu-") as folder:
-        groups = run(cases, variants, timing, options.logs or Path(folder), keep)
-    print(text(groups), flush=True)
-    return int(any(group.failures for group in groups))
+        ends, planned = begin + 60 * options.minutes, budgets_of(options.plans)
+        Benchmark(rows, options, ends, Path(folder), planned).run()
+    found = list(rows.rows.values())
+    print(format_table(lines(found)), *failures(found), sep="\n", flush=True)
+    return int(any(True for _ in failures(found)))
 
 
 if __name__ == "__main__":

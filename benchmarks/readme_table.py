@@ -84,13 +84,13 @@ def table(results: Mapping[str, Any], source: str) -> str:
     return f"{markdown}\n\n{LEGEND}\n{origin(results, source)}\n"
 
 
-def put_into(text: str, figures: str) -> str:
+def put_into(text: str, figures: str, marks: tuple[str, str] = (BEGIN, END)) -> str:
     """The text with ``figures`` between its marks. Raises `ValueError` where it has no marks."""
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
+    before, begin, rest = text.partition(marks[0])
+    _, end, after = rest.partition(marks[1])
     if not (begin and end):
-        raise ValueError(f"no {BEGIN} ... {END}")
-    return f"{before}{BEGIN}\n{figures}{END}{after}"
+        raise ValueError(f"no {marks[0]} ... {marks[1]}")
+    return f"{before}{begin}\n{figures}{end}{after}"
 
 
 def main() -> None:

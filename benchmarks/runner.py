@@ -51,14 +51,16 @@ class Timing:
     warm_caches: bool = False
 
 
-class WorkerProcess:
-    """A worker and the pipe to it. A worker that dies gives an error for every command."""
+class Process:
+    """A module that obeys commands, and the pipe to it; once dead it answers each with an error."""
 
-    def __init__(self, variant: Variant, case: Case, cache: Path | None, log: Path) -> None:
-        self.variant, self.log = variant, log
+    def __init__(
+        self, module: str, settings: dict[str, Any], cache: Path | None, log: Path
+    ) -> None:
+        self.log = log
         with log.open("w") as stderr:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.worker", self._settings(case)],
+                [sys.executable, "-m", module, json.dumps(settings)],
                 cwd=ROOT,
                 env=_environment(cache),
                 stdin=subprocess.PIPE,
@@ -66,9 +68,6 @@ class WorkerProcess:
                 stderr=stderr,
                 text=True,
             )
-
-    def _settings(self, case: Case) -> str:
-        return json.dumps({"variant": self.variant.name, **asdict(case)})
 
     def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
         """Send one command and wait for its answer."""
@@ -95,6 +94,15 @@ class WorkerProcess:
         if kind is not None:
             self.process.kill()
         self.process.communicate()
+
+
+class WorkerProcess(Process):
+    """The worker of one variant."""
+
+    def __init__(self, variant: Variant, case: Case, cache: Path | None, log: Path) -> None:
+        self.variant = variant
+        settings = {"variant": variant.name, **asdict(case)}
+        super().__init__("benchmarks.worker", settings, cache, log)
 
 
 def _environment(cache: Path | None) -> dict[str, str]:

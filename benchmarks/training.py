@@ -5,13 +5,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .allocator_snapshot import compare
 from .models import with_checkpoint
 from .nets.layers import Network
 from .ways import Variant
@@ -111,20 +110,6 @@ class Training:
             return None
         retries: int = torch.cuda.memory_stats(self.device)["num_alloc_retries"]
         return retries
-
-    def recorded(self) -> dict[str, int]:
-        """Reserved bytes of two steps: what the model of CUDA's allocator says, and what was."""
-        from fxremat.compat.measuring import recorded_allocations
-        from fxremat.memory.allocator.settings import settings_of_environment
-
-        def steps() -> None:
-            self.step()
-            self.step()
-
-        self.model.zero_grad(set_to_none=True)
-        torch.cuda.empty_cache()
-        snapshot = recorded_allocations(steps, self.device)
-        return asdict(compare(snapshot, settings_of_environment(), self.device.index or 0))
 
     def gradients(self, seed: int) -> tuple[float, dict[str, Tensor]]:
         """Loss and gradients of a step under `seed`, on the CPU, by position."""

@@ -8,6 +8,7 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, TextIO
 
@@ -60,10 +61,6 @@ class Worker:
             torch.cuda.empty_cache()
         return {"seconds": seconds}
 
-    def recorded(self) -> dict[str, Any]:
-        """The allocator's history of two steps beside the model of it."""
-        return {"allocator": self.training.recorded()}
-
     def gradients(self, path: str) -> dict[str, Any]:
         """Save the gradients of one seeded step."""
         loss, gradients = self.training.gradients(self.seed)
@@ -84,7 +81,7 @@ class Worker:
         return {"losses": losses}
 
 
-def answer(worker: Worker, command: dict[str, Any]) -> dict[str, Any]:
+def answer(worker: Any, command: dict[str, Any]) -> dict[str, Any]:
     """Obey one command; a failure is an answer too."""
     try:
         result: dict[str, Any] = getattr(worker, command.pop("do"))(**command)
@@ -101,15 +98,18 @@ def private_stdout() -> TextIO:
     return channel
 
 
-def main() -> None:
-    """Serve until standard input ends."""
+def serve(made: Callable[[dict[str, Any]], Any]) -> None:
+    """Obey until standard input ends, as what is ``made`` of the settings on the command line."""
     channel = private_stdout()
-    settings = json.loads(sys.argv[1])
-    torch.set_num_threads(settings.pop("threads"))
-    worker = Worker(**settings)
+    worker = made(json.loads(sys.argv[1]))
     for line in sys.stdin:
         print(json.dumps(answer(worker, json.loads(line))), file=channel, flush=True)
 
 
+def _made(settings: dict[str, Any]) -> Worker:
+    torch.set_num_threads(settings.pop("threads"))
+    return Worker(**settings)
+
+
 if __name__ == "__main__":
-    main()
+    serve(_made)

@@ -1,97 +1,105 @@
-"""What a run on a GPU says of its rows."""
+"""The benchmark of loops on a GPU, whose rows are run on the CPU here, and what it says of them."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-import fxremat
-from benchmarks.gpu import Group, main, text
-from benchmarks.rows import MIB, Row
-from benchmarks.runner import Case, Timing
-from fxremat.cost.cards import absent_card
+from benchmarks.gpu import MARKS, Rows, failures, lines, main
+from benchmarks.rows import MIB
+
+MODEL = """
+import torch
+from torch import nn
 
 
-def group(folder: Path, *rows: Row) -> Group:
-    """Rows as the processes have filled them."""
-    made = Group(Case("gpt", "base", "cuda", "bfloat16", 0, 1), Timing(1, 1, 1), folder)
-    made.rows = {row.variant: row for row in rows}
-    return made
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return x.square().mean()
 
 
-def measured(variant: str, kind: str, reserved: int, error: float = 0.0) -> Row:
-    """A row with a budget of 100 MiB, of which 90 were allocated."""
-    row = Row(variant, kind, peak_bytes=90 * MIB, reserved_bytes=reserved * MIB)
-    row.gradient_error = error
-    if kind == "fxremat":
-        row.budget_bytes = 100 * MIB
-        row.report = {
-            "predicted_peak_bytes": 90 * MIB,
-            "predicted_reserved_bytes": 99 * MIB,
-            "time_overhead": 0.1,
-        }
-    return row
+def small():
+    return Model(), torch.randn(512, 64)
+"""
 
 
-def test_budgets_count_reserved_bytes(tmp_path: Path) -> None:
-    """Also where fewer were allocated, and those of the first step."""
-    broken = group(tmp_path, measured("fxremat50%", "fxremat", 110))
-    assert broken.failures == ["gpt fxremat50%: the budget is not obeyed"]
-    first = measured("fxremat50%", "fxremat", 99)
-    first.first_bytes = 101 * MIB
-    assert group(tmp_path, first).failures == broken.failures
-    kept = group(tmp_path, measured("fxremat50%", "fxremat", 99))
-    assert kept.failures == []
-    assert "+0.00%" in text([kept])
-    assert "-10.00%" in text([broken])
+def row(way: str, **more: Any) -> dict[str, Any]:
+    return {"model": "bert", "way": way, "status": "ok", "budget": None, **more}
 
 
-def test_gradients_that_are_off_are_a_failure(tmp_path: Path) -> None:
-    """Ours alone: nobody promised the others'."""
-    row = measured("fxremat50%", "fxremat", 99, error=0.07)
-    repeated = measured("checkpoint", "checkpoint", 99, error=0.17)
-    found = group(tmp_path, repeated, row).failures
-    assert found == ["gpt fxremat50%: gradients are off by 7.0e-02"]
-
-
-def test_a_refusal_is_no_failure(tmp_path: Path) -> None:
-    row = Row("fxremat33%", "fxremat", budget_bytes=10 * MIB, minimum_bytes=20 * MIB, error="no")
-    found = group(tmp_path, row)
-    assert found.failures == []
-    assert found.refusals == ["gpt fxremat33%: refused at 10.0 MiB, least 20.0 MiB"]
-
-
-def test_an_absent_card_is_told_of(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.slow
+def test_rows_are_run_and_kept_and_not_run_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Plain, a budget that is obeyed, and one that is refused; nothing is measured."""
-    asked: list[int | None] = []
+    """With plans from elsewhere; another run has nothing left to do."""
+    (tmp_path / "model.py").write_text(MODEL)
+    name = f"{tmp_path / 'model.py'}:small"
+    plans = {"rows": [{"model": name, "loop": "adamw_fused", "budget": 2 * MIB}]}
+    (tmp_path / "loops.json").write_text(json.dumps(plans))
+    out = tmp_path / "new" / "rows.json"
+    asked = [name, "--device", "cpu", "--out", str(out), "--plans", str(tmp_path)]
+    asked += ["--ways", "plain,fxremat60%,save_matmuls", "--together", "2"]
+    assert main(asked) == 0, capsys.readouterr().out
+    rows = json.loads(out.read_text())["rows"]
+    assert [(one["way"], one["status"]) for one in rows] == [
+        ("plain", "ok"), ("fxremat60%", "ok"), ("save_matmuls", "ok"),
+    ]  # fmt: skip
+    plain, ours, saved = rows
+    assert ours["budget"] == 2 * MIB
+    assert plain["losses"] == pytest.approx(ours["losses"], rel=1e-4)
+    assert plain["losses"] == pytest.approx(saved["losses"], rel=1e-4)
+    assert len(plain["step_ms"]) == 10
+    before = out.read_text()
+    assert main(asked) == 0
+    assert out.read_text() == before
+    assert main([*asked, "--minutes", "0", "--ways", "knob"]) == 0  # no time for it
 
-    def explain(model: Any, *inputs: Any, options: dict[str, Any]) -> Any:
-        assert absent_card() is not None
-        assert inputs
-        budget = options.get("memory_budget")
-        asked.append(budget)
-        if budget is not None and budget < 50 * MIB:
-            raise fxremat.InfeasibleBudget(budget, 55 * MIB)
-        reserved = 100 * MIB if budget is None else budget - 1
-        report = SimpleNamespace(
-            predicted_peak_bytes=reserved - MIB,
-            predicted_reserved_bytes=reserved,
-            time_overhead=0.0 if budget is None else 0.25,
-        )
-        return SimpleNamespace(graphs=[report])
 
-    monkeypatch.setattr(fxremat, "explain", explain)
-    out = tmp_path / "new" / "said.json"
-    arguments = ["--absent", "T4", "--models", "mixer", "--size", "small", "--out", str(out)]
-    assert main([*arguments, "--ways", "plain80%,fxremat33%"]) == 0
-    assert asked == [None, 80 * MIB, 33 * MIB]
-    plain, most, third = json.loads(out.read_text())["said"]
-    assert (plain["way"], plain["time"], most["time"]) == ("store all", 1.0, 1.25)
-    assert (third["allocated_bytes"], third["minimum_bytes"]) == (None, 55 * MIB)
-    assert "refused: 55.0" in capsys.readouterr().out
+def test_budgets_are_parts_of_what_was_reserved() -> None:
+    rows = Rows({}, None)
+    with pytest.raises(KeyError):
+        rows.budget("bert", "fxremat60%", {})
+    rows.keep(row("plain", reserved=1000))
+    rows.keep(row("checkpoint", reserved=400))
+    assert rows.budget("bert", "fxremat60%", {}) == 600
+    assert rows.budget("bert", "fxremat60%", {"bert": 700}) == 700
+    assert rows.budget("bert", "fxremat@checkpoint", {"bert": 700}) == 400
+    assert rows.budget("bert", "knob", {}) is None
+
+
+def test_what_is_wrong_is_said_and_a_refusal_is_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    over = row("fxremat60%", status="over", budget=6 * MIB, reserved=7 * MIB, step_ms=[9.0])
+    rows = [
+        over,
+        row("plain", reserved=10 * MIB, step_ms=[6.0]),
+        row("fxremat@checkpoint", status="refused", budget=MIB, least=2 * MIB),
+        row("knob", status="failed", error="the worker died"),
+    ]
+    assert list(failures(rows)) == [
+        "bert fxremat60%: 7.0 MiB are over the budget of 6.0",
+        "bert knob: the worker died",
+    ]
+    assert [line[1] for line in lines(rows)[1:]] == [
+        "plain", "fxremat60%", "fxremat@checkpoint", "knob",
+    ]  # fmt: skip
+    assert lines(rows)[2][8] == "1.500"
+    found, text = tmp_path / "rows.json", tmp_path / "page.md"
+    machine = {"device": "a card", "date": "2026-01-02T03:04", "torch": "2"}
+    found.write_text(json.dumps({"machine": machine, "rows": rows}))
+    text.write_text(f"before\n{MARKS[0]}\nold\n{MARKS[1]}\nafter\n")
+    assert main(["--table", str(found), "--into", str(text)]) == 0
+    assert "a card, 2026-01-02, torch 2" in text.read_text()
+    assert "old" not in text.read_text()
+    assert main(["--table", str(found)]) == 0
+    assert "| bert | plain | ok |" in capsys.readouterr().out

@@ -6,14 +6,14 @@ A model is traced once; whatever is asked of it later is asked of the joint grap
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from fxremat.compat.absent.pretending import CUDA
 from fxremat.compat.dynamo import fresh_dynamo_caches, inline_regions, more_follow
@@ -34,6 +34,8 @@ from fxremat.memory.measured_peak import uncollected
 from fxremat.options import parse_options
 from fxremat.report.report import Report
 from fxremat.step.planned import plan_in_order
+
+Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 
 
 class _Traced(Exception):
@@ -209,18 +211,20 @@ def _like(value: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def checkpointed(model: nn.Module) -> Iterator[bool]:
+def checkpointed(model: nn.Module, contexts: Contexts = noop_context_fn) -> Iterator[bool]:
     """Inside, each block of the model is checkpointed; yields whether blocks were found.
 
-    Blocks are modules of one class in a list of two or more, as transformers have them.
+    Blocks are modules of one class in a list of two or more, as transformers have them. The
+    ``contexts`` say what each saves, as in `torch.utils.checkpoint.checkpoint`.
     """
     lists = (one for one in model.modules() if isinstance(one, nn.ModuleList) and len(one) > 1)
     blocks = [block for one in lists if len({*map(type, one)}) == 1 for block in one]
     blocks = [one for one in blocks if any(True for _ in one.children())]
     inner = {id(part) for block in blocks for part in block.modules() if part is not block}
     outer = [block for block in blocks if id(block) not in inner]
+    again = partial(checkpoint, use_reentrant=False, context_fn=contexts)
     for block in outer:
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        block.forward = partial(again, block.forward)
     try:
         yield bool(outer)
     finally:

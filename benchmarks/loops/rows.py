@@ -82,7 +82,7 @@ def judged(name: str, asked: argparse.Namespace) -> Iterator[LoopRow]:
         for loop in asked.loops:
             row: dict[str, Any] = {"model": name, "loop": loop, "device": card.name}
             try:
-                judge = judge or Judge(*_made(model_named(name)))
+                judge = judge or Judge(*made(model_named(name)))
                 row |= _judged(judge, loop, asked.budget)
             except InfeasibleBudget as refused:
                 row |= {"status": "refused", "budget": refused.budget_bytes}
@@ -132,7 +132,7 @@ class ByName(nn.Module):
         return self.model(**dict(zip(self.names, inputs, strict=True)))
 
 
-def _made(make: Callable[[], Any]) -> tuple[nn.Module, tuple[Any, ...]]:
+def made(make: Callable[[], Any]) -> tuple[nn.Module, tuple[Any, ...]]:
     """A model in training mode, and its inputs by position."""
     model, inputs = make()
     if isinstance(inputs, Mapping):

@@ -242,9 +242,7 @@ def _lives(runs: Sequence[RunEvents], order: Order, alignment: int) -> dict[Bloc
             case Free(name):
                 freed[run, name] = clock
     return {
-        block: Buffer(
-            _name(*block), begin, freed.get(block, clock + 1), nbytes, alignment
-        )
+        block: Buffer(_name(*block), begin, freed.get(block, clock + 1), nbytes, alignment)
         for block, (begin, nbytes) in begun.items()
     }
 
