@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +20,7 @@ from fxremat.memory import watched_steps
 from fxremat.memory.watched_steps import WATCHED_STEPS, StepWatch
 from fxremat.sizes import MIB, parse_bytes
 from fxremat.step import scope
+from fxremat.step.observed import Observed
 from tests.small import Block
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -245,3 +247,44 @@ def test_on_cuda_the_allocator_is_asked(monkeypatch: pytest.MonkeyPatch, reserve
     assert found is not None
     assert found.taken_bytes == most[reserved]
     assert found.outside_bytes == 5 + most[reserved] - 30 - 20
+
+
+def test_what_a_loop_leaves_of_its_promise_is_used_from_then_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Once, when the optimizer has its states; and in the next run, if as much is counted."""
+    case = Case(loss_outside=False)
+    case.compile()
+    for _ in range(2):
+        case.step()
+    optimizer = torch.optim.SGD(case.model.parameters(), 1e-4, momentum=0.9)
+    states = sum(one.nbytes for one in case.model.parameters())
+    budget = int(0.7 * case.peak_bytes()) + states
+    case.compile(memory_budget=budget, optimizer=weakref.ref(optimizer))
+    for _ in range(4):
+        case.step()
+    ((graph,),) = (list(one.graphs) for one in scope._SCOPES.values())
+    first = fxremat.reports()[-1]
+    assert first.time_overhead > 0
+    watch = scope.scope_of(CPU, budget).watch
+    assert watch is not None
+    assert watch.is_over
+    promised = first.predicted_peak_bytes
+    watch.device, watch.reserved = CUDA, True  # the figures of a card
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda _: promised - states)
+    case.step()
+    assert len(fxremat.reports()) == 1  # the states may still come
+    optimizer.step()
+    case.step()
+    second = fxremat.reports()[-1]
+    assert len(fxremat.reports()) == 2
+    assert second.held_bytes == first.held_bytes - states
+    assert second.time_overhead < first.time_overhead
+    watch.looked_at = WATCHED_STEPS
+    case.step()
+    assert len(fxremat.reports()) == 2
+    limit = graph.request.budget.limit
+    for counted, held in ((graph.observed.counted, -states), (0, 0)):
+        again = Observed(graph.observed.signature, counted=counted)
+        again.recall(limit, CPU)
+        assert again.held == held

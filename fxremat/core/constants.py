@@ -172,6 +172,10 @@ LITTLE_UNUSED = 0.005
 """Of what is alive: with so little unused in an arena, nothing is looked for that may leave less. A
 formula: half of `MEASURABLE`."""
 
+MUCH_UNUSED = 0.05
+"""Of a budget: with more of it unused, a step that recomputes is planned once more. A formula: five
+times `MEASURABLE`, as another compilation has to be worth it."""
+
 # --- compiling kernels ---------------------------------------------------------------------
 
 MOST_TOGETHER = 8

@@ -38,7 +38,7 @@ class StepWatch:
     """Compares the first steps of all graphs that share a budget with that budget.
 
     ``compiled`` counts what is compiled. What was compiled before a step began may go on to be
-    compiled in it, as its backward.
+    compiled in it, as its backward. So many bytes were ``promised`` of the last step.
     """
 
     device: torch.device
@@ -47,6 +47,7 @@ class StepWatch:
     compiled: Callable[[], int]
     steps: int = 0
     looked_at: int = 0
+    promised: int = 0
     _meter: _OnCuda | _OnHost | None = None
     _resident: int = 0
     _compiled: int = -1
@@ -60,6 +61,7 @@ class StepWatch:
     def begin(self, resident_bytes: int) -> None:
         """A step begins; ``resident_bytes`` are those of the model and of what it is given."""
         self.abandon()
+        self.promised = 0
         before, self._compiled = self._compiled, self.compiled()
         on_cuda = self.device.type == "cuda"
         if before != self._compiled and not on_cuda:

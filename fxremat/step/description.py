@@ -178,6 +178,25 @@ class StepDescription:
         ]
         return max(0, max(outside, default=0) - self.parts[part].interface.incoming)
 
+    def saving_most_first(
+        self, part: int, chosen: tuple[int, ...], budget_bytes: int
+    ) -> tuple[list[int], tuple[int, ...]]:
+        """The versions of a part's runs by what they save, the most first, within the budget.
+
+        Blocks of one class are several graphs where their inputs differ: the first block's needs no
+        gradient. These share the places, and each is planned as if it had all of them. So at each
+        place they should save about as much.
+        """
+        step, runs = self.step(), self.runs_of(part)
+        versions, mine = step.versions[part], [chosen[run] for run in runs]
+        by_saved = sorted(mine, key=lambda k: versions[k].saved_bytes, reverse=True)
+        sorted_so = list(chosen)
+        for run, k in zip(runs, by_saved, strict=True):
+            sorted_so[run] = k
+        if step.peak_bytes(sorted_so) <= budget_bytes:
+            return by_saved, tuple(sorted_so)
+        return mine, chosen
+
     def runs_of(self, part: int) -> tuple[int, ...]:
         """The runs of a part, by their places."""
         runs = [run for run, own in enumerate(self.part_of) if own == part]

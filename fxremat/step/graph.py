@@ -1,11 +1,15 @@
-"""A graph that Dynamo gave us: compiled, planned, asked for its versions; and as others know it."""
+"""A graph that Dynamo gave us: compiled, planned, asked for its versions; and as others know it.
+
+Its runs are known to others where they wait for their backward.
+"""
 
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import fx
@@ -28,9 +32,11 @@ from fxremat.compile.ranks import see_same_plan
 from fxremat.compile.request import Request, device_of_inputs, request_for
 from fxremat.compile.tracing import Ended
 from fxremat.errors import forget_frames
+from fxremat.memory.storages import Storages, saved_storages
 from fxremat.options import Options, parse_options
 from fxremat.report.report import Report
 from fxremat.step.description import StepDescription
+from fxremat.step.promise import Promise, RunVersions
 from fxremat.step.versions import Offer, Part, part_on_all_ranks
 from fxremat.version import build
 
@@ -220,12 +226,21 @@ class SharingGraph(Protocol):
     taken: Taken
 
     @property
-    def on_several_ranks(self) -> bool:
-        """Whether other ranks run it, too."""
+    def takes_time(self) -> bool:
+        """Whether a plan of it runs something again, or moves it."""
+        ...
+
+    @property
+    def reserve_bytes(self) -> int:
+        """What the user holds back of the budget."""
+        ...
+
+    def is_complete(self) -> bool:
+        """Whether all that was counted beside it is there."""
         ...
 
     def set_aside(self, between: int, held: int) -> None:
-        """Have it planned again with so many bytes more beside it."""
+        """Have it planned again with so many bytes more, or fewer, beside it."""
         ...
 
     @property
@@ -255,3 +270,43 @@ class SharingGraph(Protocol):
     def plan_version(self, offer: Offer, limit_bytes: int) -> Report:
         """The graph planned as a version."""
         ...
+
+
+@dataclass(frozen=True)
+class WaitingRun:
+    """A forward that has run, told by its node in the graph of autograd."""
+
+    node: weakref.ref[Any]
+    promise: Promise
+    runs: RunVersions
+    graph: SharingGraph | None
+    frame: int
+    place: int
+    given: frozenset[int] = frozenset()
+    """Addresses of the storages that it was given."""
+    results: frozenset[int] = frozenset()
+    made: tuple[weakref.ref[torch.Tensor], ...] = ()
+    """The results themselves."""
+
+    def saved(self) -> Storages:
+        """The storages that it holds."""
+        node = self.node()
+        if node is None:
+            return {}
+        return saved_storages(node, self.promise.saved_bytes, self.promise.device)
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """One half of a run, as it has run.
+
+    With ``keeps`` others hold its results until its backward: so they may where the next graph is
+    not given them, for something that is not compiled is. With ``holds`` they do so beyond that, as
+    whoever is given logits beside a loss.
+    """
+
+    graph: weakref.ref[Any]
+    place: int
+    phase: Literal["forward", "backward"]
+    keeps: bool = False
+    holds: bool = False

@@ -27,9 +27,9 @@ from fxremat.core.layout import NOWHERE, StepLayout
 from fxremat.memory.arena import Arena, PlacedRun
 from fxremat.memory.storages import storages_of
 from fxremat.runtime.placed import places_of_forward, set_places_of_backward
-from fxremat.step.graph import SharingGraph
+from fxremat.step.graph import SharingGraph, WaitingRun
 from fxremat.step.promise import Compiled, RunVersions
-from fxremat.step.scope import BudgetScope, WaitingRun
+from fxremat.step.scope import BudgetScope
 
 log = logging.getLogger(__name__)
 

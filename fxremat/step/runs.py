@@ -26,6 +26,7 @@ from fxremat.compile.request import Request
 from fxremat.core.layout import NOWHERE, StepLayout
 from fxremat.core.step import Interface
 from fxremat.errors import InfeasibleBudget, forget_frames
+from fxremat.memory.optimizers import optimizer_memory
 from fxremat.memory.reserved_bytes import Reserved
 from fxremat.memory.storages import storage_bytes
 from fxremat.planner import step_versions as planner
@@ -77,6 +78,7 @@ class GraphInStep:
 
         Raises `InfeasibleBudget`.
         """
+        self.observed.counted = self.request.budget.held
         self.observed.recall(self.request.budget.limit, self.where.device)
         self._hold(self.observed.held)
         return self._compiled_so()
@@ -136,10 +138,6 @@ class GraphInStep:
         return self.placing.of_one_run(device) if alone and not self.sharded else NOWHERE
 
     @property
-    def on_several_ranks(self) -> bool:
-        return is_a_rank()
-
-    @property
     def given(self) -> frozenset[int]:
         """Addresses of the storages that it was compiled for."""
         return self.where.given
@@ -171,8 +169,27 @@ class GraphInStep:
         self.taken.parameters = known
         return self._beside_more(args)
 
+    @property
+    def takes_time(self) -> bool:
+        """Whether a plan of it runs something again, or moves it."""
+        reports = [version.report for version in self.known.values()]
+        return any(one is not None and one.time_overhead > 0 for one in reports)
+
+    def is_complete(self) -> bool:
+        """Whether all that was counted beside it is there: its optimizers have their states."""
+        known = self.where.scope.parameters.values()
+        weights = [one for each in known if (one := each()) is not None]
+        trained = optimizer_memory(None, weights, self.where.device)
+        named = self.graph.options.optimizer not in (None, "none")
+        return not trained.missing and (not named or trained.trained > 0)
+
+    @property
+    def reserve_bytes(self) -> int:
+        """What the user holds back of the budget."""
+        return self.graph.options.reserve or 0
+
     def set_aside(self, between: int, held: int) -> None:
-        """Have it planned again with so many bytes more beside it: a step was seen to take them."""
+        """Have it planned again with so many bytes more, or fewer, beside it: they were seen."""
         self._hold(held)
         self.observed.note(between, held, self.request.budget.limit, self.where.device)
         self.role.is_due |= self.role.described is None
@@ -183,7 +200,7 @@ class GraphInStep:
         They count from then on, and later ones lie outside of the arena, where these are moved.
         """
         limit, device, known = self.request.budget.limit, self.where.device, self.taken.count != 1
-        known |= self.role.described is not None or self.on_several_ranks
+        known |= self.role.described is not None or is_a_rank()
         if limit is None or known or self.request.inputs.gradients_stay or self.sharded:
             return False  # what stays of several runs is counted with them
         weights = (x for x in args if isinstance(x, nn.Parameter) and not will_be_added(x))
@@ -197,7 +214,7 @@ class GraphInStep:
         return True
 
     def _hold(self, more: int) -> None:
-        self.request = self.request.with_budget(held=self.request.budget.held + more)
+        self.request = self.request.with_budget(held=max(0, self.request.budget.held + more))
 
     def _planned_again(self) -> RunVersions | None:
         """Versions for the step as it is known now.
@@ -348,7 +365,9 @@ class GraphInStep:
                 continue
             described.offer(self.role.index, offers)
             if self.role.described is None:
-                mine, chosen = self._saving_most_first(described, chosen)
+                mine, chosen = described.saving_most_first(
+                    self.role.index, chosen, self.budget_bytes
+                )
             peak, taken = described.step().peak_bytes(chosen), self._reserved(described, chosen)
             if taken is None:
                 if peak <= self.budget_bytes or unknown:
@@ -416,25 +435,6 @@ class GraphInStep:
             parts = tuple(Part(own, (kept[k],)) for k in at_place)
         self.taken.own_peak_bytes = peak - self.request.budget.held
         return RunVersions(versions, at_place, self.taken.own_peak_bytes, peak - late, parts)
-
-    def _saving_most_first(
-        self, described: StepDescription, chosen: tuple[int, ...]
-    ) -> tuple[list[int], tuple[int, ...]]:
-        """The versions of the runs by what they save, the most first, where the budget allows it.
-
-        Blocks of one class are several graphs where their inputs differ: the first block's needs no
-        gradient. These share the places, and each is planned as if it had all of them. So at each
-        place they should save about as much.
-        """
-        step, runs = described.step(), described.runs_of(self.role.index)
-        versions, mine = step.versions[self.role.index], [chosen[run] for run in runs]
-        by_saved = sorted(mine, key=lambda k: versions[k].saved_bytes, reverse=True)
-        sorted_so = list(chosen)
-        for run, k in zip(runs, by_saved, strict=True):
-            sorted_so[run] = k
-        if step.peak_bytes(sorted_so) <= self.budget_bytes:
-            return by_saved, tuple(sorted_so)
-        return mine, chosen
 
     def _compiled(self, offers: list[Offer], place: int, own: Interface) -> PromisedVersion:
         """A version, compiled; what it really takes is offered from now on.

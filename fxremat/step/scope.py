@@ -20,17 +20,28 @@ from torch.utils import _pytree as pytree
 
 from fxremat.compat.absent.tracing import apart_from_tracing
 from fxremat.compat.backward import when_freed
+from fxremat.compat.distributed.ranks import is_a_rank
 from fxremat.compat.dynamo import compilations
+from fxremat.core.constants import MUCH_UNUSED
 from fxremat.core.step import Order, in_order, last_first
 from fxremat.errors import BudgetExceeded, PromiseBroken
 from fxremat.memory.arena import Arena
 from fxremat.memory.composed_steps import outside_in_order
-from fxremat.memory.storages import Storages, saved_storages, storages_of, with_gradients
-from fxremat.memory.watched_steps import StepWatch
+from fxremat.memory.storages import Storages, storages_of, with_gradients
+from fxremat.memory.watched_steps import MOST_STEPS, StepWatch
 from fxremat.report.report import OwnPools
+from fxremat.sizes import format_bytes
 from fxremat.step.description import Planner, StepDescription
-from fxremat.step.graph import NoBackward, Place, Role, SharingGraph, Tensors
-from fxremat.step.promise import Promise, RunVersions
+from fxremat.step.graph import (
+    NoBackward,
+    Place,
+    Recorded,
+    Role,
+    SharingGraph,
+    Tensors,
+    WaitingRun,
+)
+from fxremat.step.promise import Promise
 from fxremat.step.versions import Part
 
 log = logging.getLogger(__name__)
@@ -59,30 +70,6 @@ class Neighbours:
         return self.resident + self.batch + self.waiting
 
 
-@dataclass(frozen=True)
-class WaitingRun:
-    """A forward that has run, told by its node in the graph of autograd."""
-
-    node: weakref.ref[Any]
-    promise: Promise
-    runs: RunVersions
-    graph: SharingGraph | None
-    frame: int
-    place: int
-    given: frozenset[int] = frozenset()
-    """Addresses of the storages that it was given."""
-    results: frozenset[int] = frozenset()
-    made: tuple[weakref.ref[torch.Tensor], ...] = ()
-    """The results themselves."""
-
-    def saved(self) -> Storages:
-        """The storages that it holds."""
-        node = self.node()
-        if node is None:
-            return {}
-        return saved_storages(node, self.promise.saved_bytes, self.promise.device)
-
-
 @dataclass
 class Warned:
     """What was looked at because more waited than ever before, and what was warned of.
@@ -90,29 +77,14 @@ class Warned:
     ``most`` are the runs that waited, and the bytes that their plans say; ``runs`` is how many
     there were in the last warning. Where it was planned ``anew``, what waits now is known to be too
     much, and what waits next is looked at anew. Steps that took more than the budget had all graphs
-    ``planned_again`` so often.
+    ``planned_again`` so often. What they left of the promise was looked for in ``looked`` steps.
     """
 
     most: tuple[int, int] = (1, 0)
     runs: int = 1
     anew: bool = False
     planned_again: int = 0
-
-
-@dataclass(frozen=True)
-class Recorded:
-    """One half of a run, as it has run.
-
-    With ``keeps`` others hold its results until its backward: so they may where the next graph is
-    not given them, for something that is not compiled is. With ``holds`` they do so beyond that, as
-    whoever is given logits beside a loss.
-    """
-
-    graph: weakref.ref[Any]
-    place: int
-    phase: Literal["forward", "backward"]
-    keeps: bool = False
-    holds: bool = False
+    looked: int = 0
 
 
 @dataclass(eq=False)
@@ -335,8 +307,36 @@ class BudgetScope:
         graphs = {graph for one in self.last if (graph := one.graph()) is not None}
         for graph in graphs:
             graph.role.runs_alone = len(graphs) == 1
+        self._use_what_is_left()
         if self.due and self.last:
             self._plan_anew()
+
+    def _use_what_is_left(self) -> None:
+        """Have all graphs planned again, once, where the loop takes much less than was promised.
+
+        Once its optimizers have stepped, the allocator has reserved what it will have.
+        """
+        watch, graphs = self.watch, list(self.graphs)
+        if (
+            watch is None
+            or not (watch.reserved and watch.is_over)
+            or self.warned.looked >= MOST_STEPS
+        ):
+            return
+        self.warned.looked += 1
+        if not graphs or not all(one.is_complete() for one in graphs):
+            return
+        self.warned.looked = MOST_STEPS
+        reserve = max(one.reserve_bytes for one in graphs)
+        left = watch.promised - reserve - torch.cuda.max_memory_reserved(watch.device)
+        again = any(one.takes_time for one in graphs)
+        if left <= MUCH_UNUSED * watch.budget_bytes or not again or is_a_rank():
+            return
+        log.info("the loop leaves %s of what was promised: planned again", format_bytes(left))
+        for graph in graphs:
+            graph.set_aside(0, -left)
+            self.due |= graph.role.described is not None
+        watch.look_again()
 
     def end(self, promise: Promise) -> None:
         """A backward has ended; if no forward waits, a step has, and may have taken too much."""
@@ -356,11 +356,7 @@ class BudgetScope:
         have to run the same.
         """
         graphs = list(self.graphs)
-        if (
-            self.warned.planned_again == 2
-            or not graphs
-            or any(one.on_several_ranks for one in graphs)
-        ):
+        if self.warned.planned_again == 2 or not graphs or is_a_rank():
             return False
         between, held = exceeded.outside_bytes - exceeded.counted_bytes, 0
         if self.warned.planned_again:
@@ -391,9 +387,12 @@ class BudgetScope:
         weakref.finalize(node, self._leaves, key, run)
         when_freed(node, partial(self._leaves, key, run))
         self.saved_bytes = max(self.saved_bytes, self._planned()[1])
+        if self.watch is not None:
+            self.watch.promised = max(self.watch.promised, run.runs.step_peak_bytes)
         if len(waiting) == 1:
             if self.warned.anew:
-                self.warned = Warned(planned_again=self.warned.planned_again)
+                known = self.warned
+                self.warned = Warned(planned_again=known.planned_again, looked=known.looked)
             return None
         if self.warned.anew:
             return None
