@@ -62,8 +62,8 @@ class TrainingLoop:
             functorch_config.activation_memory_budget = KNOB
         if self.way in ("checkpoint", "save_matmuls"):
             contexts = partial(create_selective_checkpoint_contexts, MATMULS_AND_ATTENTION)
-            more = {"contexts": contexts} if self.way == "save_matmuls" else {}
-            if not self.stack.enter_context(checkpointed(self.model, **more)):
+            saves = contexts if self.way == "save_matmuls" else None
+            if not self.stack.enter_context(checkpointed(self.model, saves)):
                 raise ValueError("the model has no repeated blocks to checkpoint")
         return torch.compile(self.model)
 

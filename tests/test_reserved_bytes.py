@@ -10,7 +10,7 @@ import torch
 
 import fxremat
 from fxremat.core.events import Allocate, Event, Free, Given, RunEvents
-from fxremat.core.layout import CodeBuffer
+from fxremat.core.layout import CodeBuffer, OwnPools
 from fxremat.memory.allocator.settings import AllocatorSettings
 from fxremat.memory.common_pool import CommonPool
 from fxremat.memory.reserved_bytes import reserved, reserved_by_run
@@ -44,9 +44,9 @@ def test_what_the_code_asks_for_lies_in_the_arena() -> None:
     )
     events = (Allocate("weight", 4 * MIB), *forward, Allocate("3", 4), *run.backward)
     found = reserved_by_run(events, run, SETTINGS, 10 * MIB)
-    assert found.arena_bytes == (40 + 12) * MIB
+    assert found.own.arena_bytes == (40 + 12) * MIB
     assert found.pools.peak_reserved_bytes == (24 + 2) * MIB  # what a library gives, small blocks
-    assert found.nbytes == found.arena_bytes + found.pools.peak_reserved_bytes + (10 + 4) * MIB
+    assert found.nbytes == found.own.arena_bytes + found.pools.peak_reserved_bytes + (10 + 4) * MIB
     names = [buffer.block for buffer in found.layout.runs[0].forward.buffers]
     assert names == ["0", "1"]
 
@@ -65,12 +65,18 @@ def test_a_gradient_that_stays_outside_is_there_when_the_forward_begins() -> Non
     assert reserved_by_run(events, freed, SETTINGS, 0).nbytes == 30 * MIB
 
 
-def test_graphs_that_take_turns_share_what_they_reserve() -> None:
-    run = RunEvents((Allocate("0", 30 * MIB), Free("0")), ())
-    found = reserved_by_run(run.forward, run, SETTINGS, 0, shared=(50 * MIB, 20 * MIB))
-    assert found.nbytes == (50 + 30) * MIB
-    more = reserved_by_run(run.forward, run, SETTINGS, 0, shared=(0, 40 * MIB))
-    assert more.nbytes == 40 * MIB
+def test_graphs_that_take_turns_are_served_from_the_segments_of_all() -> None:
+    """By hand: 40 MiB fit into no segment of the first one, which has 30."""
+    first = RunEvents((Allocate("0", 30 * MIB), Free("0")), (Allocate("1", 24 * MIB), Free("1")))
+    alone = reserved_by_run([*first.forward, *first.backward], first, SETTINGS, 0)
+    assert alone.nbytes == 30 * MIB
+    other = RunEvents((Allocate("0", 40 * MIB), Free("0")), ())
+    both = reserved_by_run(other.forward, other, SETTINGS, 0, [alone.own])
+    assert both.nbytes == (30 + 40) * MIB
+    arena = OwnPools(arena_bytes=50 * MIB)
+    assert reserved_by_run(other.forward, other, SETTINGS, 0, [arena]).nbytes == (50 + 40) * MIB
+    same = reserved_by_run(other.forward, other, SETTINGS, 0, [both.own])
+    assert same.nbytes == 40 * MIB
 
 
 def test_the_pool_that_all_share() -> None:

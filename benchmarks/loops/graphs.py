@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils.checkpoint import checkpoint, noop_context_fn
+from torch.utils.checkpoint import checkpoint
 
 from fxremat.compat.absent.pretending import CUDA
 from fxremat.compat.dynamo import fresh_dynamo_caches, inline_regions, more_follow
@@ -28,6 +29,7 @@ from fxremat.compile.dry_run.meter import CodeMeter
 from fxremat.compile.partitioner import draft_of, plan_graph
 from fxremat.compile.request import request_for
 from fxremat.core.events import Given, RunEvents
+from fxremat.core.layout import OwnPools
 from fxremat.cost.cards import absent_card
 from fxremat.cost.cuda_scratch import CudaScratch, Multiprocessors
 from fxremat.memory.measured_peak import uncollected
@@ -54,7 +56,7 @@ class TracedModel:
     """The joint graph of a model on the device, and where its inputs come from.
 
     ``inputs`` has the name of a parameter or buffer, or the place of an argument, for each; "" for
-    what another graph of the model gives.
+    what another graph of the model gives. So many graphs that need no gradient come ``before`` it.
     """
 
     dynamo_graph: fx.GraphModule
@@ -63,6 +65,7 @@ class TracedModel:
     joint_inputs: Any
     asked: Mapping[str, Any]
     inputs: tuple[str | int, ...]
+    before: int = 0
 
     @property
     def results(self) -> tuple[torch.Tensor, ...]:
@@ -109,13 +112,13 @@ class TracedModel:
     def planned(
         self,
         options: Mapping[str, Any],
-        shared: tuple[int, int] = (0, 0),
+        shared: tuple[OwnPools, ...] = (),
         *,
         gradients_stay: bool = False,
     ) -> Report:
         """As it is planned with these options. Raises `InfeasibleBudget` where that is refused.
 
-        Graphs that take turns with it have an arena and a pool of so many ``shared`` bytes.
+        Graphs that take turns with it have ``shared`` pools.
         """
         parsed = parse_options(options, device_total_bytes=total_bytes(CUDA))
         request = request_for(self.examples, parsed)
@@ -133,7 +136,7 @@ class TracedModel:
 def planned_together(
     graphs: Sequence[TracedModel],
     options: Mapping[str, Any],
-    shared: tuple[int, int],
+    shared: tuple[OwnPools, ...],
     *,
     gradients_stay: bool,
 ) -> list[Report]:
@@ -156,16 +159,18 @@ def traced_graphs(model: nn.Module, inputs: Sequence[Any]) -> list[TracedModel]:
     """Trace the graphs of a model, in their order; inside of `fxremat.device.absent`."""
     found: list[TracedModel] = []
     names: dict[int, str | int] = {}
+    calls = count()
 
     def backend(gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
-        more, gm = more_follow(gm), inline_regions(gm)
+        more, gm, call = more_follow(gm), inline_regions(gm), next(calls)
         parsed = parse_options({}, device_total_bytes=total_bytes(CUDA))
         request = request_for(examples, parsed)
 
         def keep(joint: fx.GraphModule, joint_inputs: Any, **asked: Any) -> Any:
             places = tuple(names.get(id(x), "") for x in examples if isinstance(x, torch.Tensor))
             whole = copy_module(joint)
-            found.append(TracedModel(gm, examples, whole, joint_inputs, asked, places))
+            before = call - len(found) - sum(one.before for one in found)
+            found.append(TracedModel(gm, examples, whole, joint_inputs, asked, places, before))
             return torch_partition(joint, joint_inputs, **asked)
 
         run = traced(gm, examples, patches_for(parsed, request, None, examples), keep)
@@ -211,7 +216,7 @@ def _like(value: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def checkpointed(model: nn.Module, contexts: Contexts = noop_context_fn) -> Iterator[bool]:
+def checkpointed(model: nn.Module, contexts: Contexts | None = None) -> Iterator[bool]:
     """Inside, each block of the model is checkpointed; yields whether blocks were found.
 
     Blocks are modules of one class in a list of two or more, as transformers have them. The
@@ -222,7 +227,9 @@ def checkpointed(model: nn.Module, contexts: Contexts = noop_context_fn) -> Iter
     blocks = [one for one in blocks if any(True for _ in one.children())]
     inner = {id(part) for block in blocks for part in block.modules() if part is not block}
     outer = [block for block in blocks if id(block) not in inner]
-    again = partial(checkpoint, use_reentrant=False, context_fn=contexts)
+    again = partial(checkpoint, use_reentrant=False)
+    if contexts is not None:  # Dynamo does not know the default when it is given
+        again = partial(again, context_fn=contexts)
     for block in outer:
         block.forward = partial(again, block.forward)
     try:

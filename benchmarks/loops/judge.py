@@ -13,7 +13,7 @@ from torch import fx, nn
 from fxremat.compat.absent.pretending import pretending
 from fxremat.compat.dynamo import fresh_dynamo_caches
 from fxremat.core.events import RunEvents
-from fxremat.core.layout import RunLayout, StepLayout
+from fxremat.core.layout import OwnPools, RunLayout, StepLayout
 from fxremat.core.step import last_first
 from fxremat.cost.cards import Card, absent_card
 from fxremat.cost.cuda_scratch import cublas_workspace
@@ -118,10 +118,9 @@ class Judge:
         """Planned once for the same budget."""
         asked = name, *options.values()
         if asked not in self.reports:
-            shared = (0, 0)
+            shared: tuple[OwnPools, ...] = ()
             if name == "other shape":
-                found = [one.memory.own for one in self._report("training", options)]
-                shared = found[-1].arena_bytes, found[-1].pool_bytes
+                shared = tuple(one.memory.own for one in self._report("training", options))
             self.reports[asked] = planned_together(
                 self._traced(name), options, shared, gradients_stay=name == STAY
             )
@@ -210,11 +209,15 @@ class Several(nn.Module):
     ) -> None:
         super().__init__()
         self.name_of, self.name = name_of, ""
-        left = {name: iter(several) for name, several in graphs.items()}
+        left = {
+            name: iter([x for one in several for x in (*[None] * one.before, one)])
+            for name, several in graphs.items()
+        }
 
         def backend(gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
-            outputs: Any = gm.graph.output_node().args[0]
-            return runs_as(next(left[self.name]), len(outputs), recorder, arena)
+            graph, outputs = next(left[self.name], None), gm.graph.output_node().args[0]
+            assert isinstance(outputs, (list, tuple))
+            return gm if graph is None else runs_as(graph, len(outputs), recorder, arena)
 
         self.model: Any = torch.compile(model, backend=backend, dynamic=False)
 
@@ -228,7 +231,7 @@ def _are_several(graphs: dict[str, Graphs]) -> bool:
 
 
 def _graph(traced: TracedModel, events: RunEvents, layout: RunLayout | None = None) -> LoopGraph:
-    return LoopGraph(events, traced.inputs, traced.results, layout)
+    return LoopGraph(events, traced.inputs, traced.results, layout, before=traced.before)
 
 
 def _events(report: Report) -> RunEvents:

@@ -11,6 +11,7 @@ from fxremat.compile.draft import Draft
 from fxremat.compile.request import Request
 from fxremat.compile.run_figures import run_events_of, version_of
 from fxremat.compile.search.search import SearchResult
+from fxremat.core.layout import OwnPools
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
 from fxremat.core.schedule import store_all
@@ -26,7 +27,6 @@ from fxremat.report.report import (
     MOST_ROWS,
     MUCH,
     MemoryFigures,
-    OwnPools,
     Provenance,
     Report,
     Row,
@@ -137,7 +137,7 @@ def _memory(
         predicted_peak_bytes=evaluation.allocated + held,
         minimum_peak_bytes=evaluation.peak_bytes + request.budget.beside if found.over else None,
         predicted_reserved_bytes=None if reserved is None else reserved.nbytes,
-        own=OwnPools() if reserved is None else OwnPools(reserved.arena_bytes, reserved.pool_bytes),
+        own=OwnPools() if reserved is None else reserved.own,
         tuning_bytes=request.budget.autotune,
         host_peak_bytes=replay(problem, plan.steps).host_peak_bytes,
         count=request.budget.metric,

@@ -74,3 +74,17 @@ class StepLayout:
 
 NOWHERE = StepLayout()
 """No run has places."""
+
+
+@dataclass(frozen=True)
+class OwnPools:
+    """What a graph reserves on CUDA where nobody else allocates: bytes of its arena, and its pool.
+
+    The pool begins with a segment of ``first_bytes``. It is ``asked``, in a loop of steps, for
+    blocks of so many bytes; a negative number n frees the block that came as number -n - 1.
+    """
+
+    arena_bytes: int = 0
+    pool_bytes: int = 0
+    first_bytes: int = 0
+    asked: tuple[int, ...] = ()

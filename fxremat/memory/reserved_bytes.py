@@ -8,12 +8,13 @@ stream to another, so the graphs' own pool is a stream of its own there.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import TypeGuard
 
 from fxremat.core.events import Allocate, Backward, Event, Forward, Free, Outside, RunEvents
-from fxremat.core.layout import StepLayout
+from fxremat.core.layout import OwnPools, StepLayout
 from fxremat.core.step import Order
 from fxremat.memory.allocator.caching import Usage, replay
 from fxremat.memory.allocator.rules import SEGMENT_STEP_BYTES, round_up
@@ -31,28 +32,27 @@ ALONE: Order = ((0, "forward"), (0, "backward"))
 class Reserved:
     """What is reserved for a step: by the pools, for the arena of the layout, and ``beside``.
 
-    Graphs that take turns with these have had an arena and a pool of so many bytes (``shared``).
+    In a loop of such steps the graphs' own pool is ``asked`` for blocks, as `OwnPools` has them.
+    Graphs that take turns with these have had an arena of ``shared`` bytes.
     """
 
     pools: Usage
     layout: StepLayout
     beside: int = 0
-    shared: tuple[int, int] = (0, 0)
+    asked: tuple[int, ...] = ()
+    shared: int = 0
 
     @property
-    def arena_bytes(self) -> int:
-        """The segment that the allocator takes for the arena."""
-        return max(round_up(self.layout.arena_bytes, SEGMENT_STEP_BYTES), self.shared[0])
-
-    @property
-    def pool_bytes(self) -> int:
-        """What the pools have, without what lies beside."""
-        return max(self.pools.peak_reserved_bytes, self.shared[1])
+    def own(self) -> OwnPools:
+        """The segment that the allocator takes for the arena, and what the pools have."""
+        arena = max(round_up(self.layout.arena_bytes, SEGMENT_STEP_BYTES), self.shared)
+        pool, first = self.pools.peak_reserved_bytes, self.layout.pool_bytes
+        return OwnPools(arena, pool, first, self.asked)
 
     @property
     def nbytes(self) -> int:
         """All of it, at the peak."""
-        return self.pool_bytes + self.arena_bytes + self.beside
+        return self.own.pool_bytes + self.own.arena_bytes + self.beside
 
 
 def reserved(
@@ -60,20 +60,18 @@ def reserved(
     settings: AllocatorSettings,
     held_bytes: int,
     pool_bytes: int = 0,
-    second: Mapping[str, str] | None = None,
 ) -> Usage:
     """What the pools reserve for two steps, one after the other.
 
     ``events`` are of one step; what is resident has a name that is no number, and comes first. What
-    a step leaves, as gradients, is freed before the next one, but where they stay
-    (`fxremat.memory.layout.loop_of`). ``held_bytes`` lie beside it, in one block. The graphs' own
-    pool begins with a segment of ``pool_bytes``. What the allocator has taken it keeps: it never
-    runs out.
+    a step leaves, as gradients, is freed before the next one. ``held_bytes`` lie beside it, in one
+    block. The graphs' own pool begins with a segment of ``pool_bytes``. What the allocator has
+    taken it keeps: it never runs out.
     """
     step = [event for event in events if not _is_resident(event)]
     resident = [event for event in events if _is_resident(event)]
-    first = Allocate("held beside", held_bytes), Allocate("first", pool_bytes, OWN_POOL)
-    return replay([*first, Free("first"), *resident, *loop_of(step, second or {})], settings)
+    held = Allocate("held beside", held_bytes)
+    return _pools([held, *resident, *loop_of(step, {})], settings, pool_bytes)
 
 
 def reserved_by_run(
@@ -81,18 +79,53 @@ def reserved_by_run(
     run: RunEvents,
     settings: AllocatorSettings,
     held_bytes: int,
-    shared: tuple[int, int] = (0, 0),
+    shared: Sequence[OwnPools] = (),
 ) -> Reserved:
     """What one run of a graph reserves; ``events`` are those of its step, with what is resident.
 
     Of the pool that all share it is known what that reserves: ``held_bytes`` and what is resident.
+    Graphs that take turns with it have the ``shared`` pools: these keep the segments that any of
+    them needed, and serve each from the segments of all.
     """
     found = arrange([run], ALONE, "cuda", settings=settings)
     there = with_second_gradients(events, run)
     marked = [_where(event, found.placed[0]) for event in there if not _is_resident(event)]
     beside = held_bytes + sum(event.nbytes for event in events if _is_resident(event))
-    own = _reserved_with(found.layout, marked, settings, seconds(run))
-    return replace(own, beside=beside, shared=shared)
+    loop, layout = loop_of(_without_arena(marked), seconds(run)), found.layout
+    others = [event for k, one in enumerate(shared) for event in _asks(one, k)]
+    turn = [*others, *loop]
+    first = max([layout.pool_bytes, *(one.first_bytes for one in shared)])
+    pools = _pools([*turn, *turn, *others] if others else loop, settings, first)
+    arena = max((one.arena_bytes for one in shared), default=0)
+    return Reserved(pools, replace(layout, pool_bytes=first), beside, _asked(loop), arena)
+
+
+def _pools(events: Iterable[Event], settings: AllocatorSettings, first_bytes: int) -> Usage:
+    """What is reserved for these events; the graphs' own pool begins with a segment."""
+    first = Allocate("first", first_bytes, OWN_POOL), Free("first")
+    return replay([*first, *events], settings)
+
+
+def _asked(events: Iterable[Event]) -> tuple[int, ...]:
+    """Blocks as `OwnPools` has them."""
+    numbers, found, made = dict[str, int](), list[int](), count()
+    for event in events:
+        if isinstance(event, Allocate):
+            numbers[event.name] = next(made)
+            found.append(event.nbytes)
+        elif isinstance(event, Free):
+            found.append(-numbers.pop(event.name) - 1)
+    return tuple(found)
+
+
+def _asks(one: OwnPools, number: int) -> Iterator[Event]:
+    """The events again; the ``number`` tells the graph from others."""
+    made = count()
+    for n in one.asked:
+        if n < 0:
+            yield Free(f"{number}:{-n - 1}")
+        else:
+            yield Allocate(f"{number}:{next(made)}", n, OWN_POOL)
 
 
 def reserved_by_step(
@@ -101,17 +134,8 @@ def reserved_by_step(
     """What a step of several runs reserves; ``outside`` are the events between them."""
     found = arrange(runs, order_of(outside), "cuda", settings=settings)
     marked = [_marked(run, placed) for run, placed in zip(runs, found.placed, strict=True)]
-    return _reserved_with(found.layout, composed(outside, marked.__getitem__), settings)
-
-
-def _reserved_with(
-    layout: StepLayout,
-    events: Iterable[Event],
-    settings: AllocatorSettings,
-    second: Mapping[str, str] | None = None,
-) -> Reserved:
-    pools = reserved(_without_arena(events), settings, 0, layout.pool_bytes, second)
-    return Reserved(pools, layout)
+    step = _without_arena(composed(outside, marked.__getitem__))
+    return Reserved(reserved(step, settings, 0, found.layout.pool_bytes), found.layout)
 
 
 def order_of(outside: Iterable[Outside]) -> Order:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from fxremat.core.events import RunEvents
+from fxremat.core.layout import OwnPools
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
 from fxremat.core.step import Version
@@ -92,14 +93,6 @@ class Row:
 
 
 @dataclass(frozen=True)
-class OwnPools:
-    """Bytes that a graph reserves on CUDA where nobody else allocates."""
-
-    arena_bytes: int = 0
-    pool_bytes: int = 0
-
-
-@dataclass(frozen=True)
 class MemoryFigures:
     """Bytes on the device, and what the budget counts of them. Peaks include resident bytes.
 
@@ -123,7 +116,7 @@ class MemoryFigures:
     predicted_peak_bytes: int
     minimum_peak_bytes: int | None = None
     predicted_reserved_bytes: int | None = None
-    own: OwnPools = OwnPools()
+    own: OwnPools = field(default_factory=OwnPools)
     tuning_bytes: int = 0
     host_peak_bytes: int = 0
     count: str = "allocated"

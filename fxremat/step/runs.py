@@ -207,7 +207,7 @@ class GraphInStep:
         if not (living := [one.grad for one in weights if one.grad is not None]):
             return False
         own = self.where.scope.own
-        own.to_move, own.shared = living, (0, 0)
+        own.to_move, own.shared = living, ()
         if device.type != "cuda":  # there they are in the pool of the graphs
             self._hold(storage_bytes(living, device))
         self.request = self.request.with_inputs(gradients_stay=True)

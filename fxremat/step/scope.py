@@ -23,13 +23,13 @@ from fxremat.compat.backward import when_freed
 from fxremat.compat.distributed.ranks import is_a_rank
 from fxremat.compat.dynamo import compilations
 from fxremat.core.constants import MUCH_UNUSED
+from fxremat.core.layout import OwnPools
 from fxremat.core.step import Order, in_order, last_first
 from fxremat.errors import BudgetExceeded, PromiseBroken
 from fxremat.memory.arena import Arena
 from fxremat.memory.composed_steps import outside_in_order
 from fxremat.memory.storages import Storages, storages_of, with_gradients
 from fxremat.memory.watched_steps import MOST_STEPS, StepWatch
-from fxremat.report.report import OwnPools
 from fxremat.sizes import format_bytes
 from fxremat.step.description import Planner, StepDescription
 from fxremat.step.graph import (
@@ -89,20 +89,19 @@ class Warned:
 
 @dataclass(eq=False)
 class OwnMemory:
-    """Where graphs allocate: their arena, and bytes of it and of a pool that they have ``shared``.
+    """Where graphs allocate: their arena, and the pools that those before have ``shared``.
 
     Those by themselves take turns in it on CUDA. The gradients in ``to_move`` lie where the next
     layout has something else.
     """
 
     arena: Arena | None = None
-    shared: tuple[int, int] = (0, 0)
+    shared: tuple[OwnPools, ...] = ()
     to_move: list[torch.Tensor] = field(default_factory=list)
 
     def share(self, taken: OwnPools) -> None:
         """One more graph takes turns with the others."""
-        arena, pool = self.shared
-        self.shared = max(arena, taken.arena_bytes), max(pool, taken.pool_bytes)
+        self.shared = *(one for one in self.shared if one.asked != taken.asked), taken
 
 
 @dataclass(eq=False)

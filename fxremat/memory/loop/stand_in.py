@@ -29,7 +29,8 @@ class LoopGraph:
     model, or the place of an argument; the graphs of a model that has several are given theirs as
     it runs. ``results`` are like its results; there is no backward
     without gradients. With a ``layout`` what it places lies in the arena, and all else that the
-    graph allocates in the pool of the graphs; without one, in that of everybody.
+    graph allocates in the pool of the graphs; without one, in that of everybody. So many graphs of
+    the model that need no gradient come ``before`` it.
     """
 
     events: RunEvents
@@ -38,6 +39,7 @@ class LoopGraph:
     layout: RunLayout | None = None
     arena_bytes: int = 0
     pool_bytes: int = 0
+    before: int = 0
 
 
 @dataclass
