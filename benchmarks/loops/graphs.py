@@ -57,6 +57,7 @@ class TracedModel:
 
     ``inputs`` has the name of a parameter or buffer, or the place of an argument, for each; "" for
     what another graph of the model gives. So many graphs that need no gradient come ``before`` it.
+    The ``weights`` are those of the model that it is given, in the model's order.
     """
 
     dynamo_graph: fx.GraphModule
@@ -66,6 +67,7 @@ class TracedModel:
     asked: Mapping[str, Any]
     inputs: tuple[str | int, ...]
     before: int = 0
+    weights: tuple[torch.Tensor, ...] = ()
 
     @property
     def results(self) -> tuple[torch.Tensor, ...]:
@@ -121,7 +123,7 @@ class TracedModel:
         Graphs that take turns with it have ``shared`` pools.
         """
         parsed = parse_options(options, device_total_bytes=total_bytes(CUDA))
-        request = request_for(self.examples, parsed)
+        request = request_for(self.examples, parsed, weights=self.weights)
         request = request.with_inputs(gradients_stay=gradients_stay).with_budget(shared=shared)
         patches = patches_for(parsed, request, None, self.examples)
         with session.separate(), generating(self.joint, patches):
@@ -170,7 +172,10 @@ def traced_graphs(model: nn.Module, inputs: Sequence[Any]) -> list[TracedModel]:
             places = tuple(names.get(id(x), "") for x in examples if isinstance(x, torch.Tensor))
             whole = copy_module(joint)
             before = call - len(found) - sum(one.before for one in found)
-            found.append(TracedModel(gm, examples, whole, joint_inputs, asked, places, before))
+            there = {id(one) for one in examples}
+            own = tuple(one for one in model.parameters() if id(one) in there)
+            made = TracedModel(gm, examples, whole, joint_inputs, asked, places, before, own)
+            found.append(made)
             return torch_partition(joint, joint_inputs, **asked)
 
         run = traced(gm, examples, patches_for(parsed, request, None, examples), keep)

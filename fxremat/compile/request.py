@@ -190,12 +190,13 @@ def request_for(
     options: Options,
     around: int = 0,
     neighbours: int = 0,
-    weights: Iterable[torch.Tensor] = (),
+    weights: Sequence[torch.Tensor] = (),
 ) -> Request:
     """What to ask for this graph, where other graphs hold ``neighbours`` bytes now.
 
     ``around`` bytes are held around it: they count where nothing else says what is there. Of the
-    model around it, the ``weights`` may be trained by an optimizer. Without any, the graph's are.
+    model around it, the ``weights``, in its order, may be trained by an optimizer. Without any, the
+    graph's are.
 
     The reserve and the states of optimizers are held beside the graph like they are, so that peaks
     and the least budget that an error names count them: they are compared with the whole budget,
@@ -214,7 +215,7 @@ def request_for(
         held += around
     tuning, metric = _size_of_tuning(options, device, card), _metric(options, allocator)
     if metric == "reserved" and allocator is not None:
-        pool = _common_pool(device, inputs, card, tuning, trained)
+        pool = _common_pool(device, [*weights, *inputs], inputs, card, tuning, trained)
         others = pool.others + neighbours * (card is not None) + (options.reserve or 0)
         pool = replace(pool, others=others)
         held, tuning = pool.reserved(allocator), 0
@@ -386,17 +387,20 @@ def _held_bytes(
 
 def _common_pool(
     device: torch.device,
+    ordered: Sequence[Any],
     inputs: Sequence[Any],
     card: Card | None,
     tuning: int,
     trained: OptimizerMemory,
 ) -> CommonPool:
-    """What the pool that all share is asked for in a loop.
+    """What the pool that all share is asked for in a loop; of what is ``ordered``, the inputs.
 
     What others of this process have, and parts of segments that they leave, is known on a card.
     """
-    tensors = {storage_key(x): x for x in inputs if isinstance(x, torch.Tensor)}
-    own = [x for x in tensors.values() if is_on(x, device_of_inputs(inputs))]
+    given = {storage_key(x) for x in inputs if isinstance(x, torch.Tensor)}
+    tensors = {storage_key(x): x for x in ordered if isinstance(x, torch.Tensor)}
+    there = [x for key, x in tensors.items() if key in given]
+    own = [x for x in there if is_on(x, device_of_inputs(inputs))]
     sizes = [size_bound(x.untyped_storage().nbytes()) for x in own]
     weights = [size for x, size in zip(own, sizes, strict=True) if x.is_leaf and x.requires_grad]
     others = accumulation.expected_bytes(device, missing_only=card is None)

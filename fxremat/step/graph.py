@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
@@ -109,7 +109,7 @@ class Graph:
         return CompiledVersion(compiled, report)
 
     def request(
-        self, around: int = 0, neighbours: int = 0, weights: Iterable[torch.Tensor] = ()
+        self, around: int = 0, neighbours: int = 0, weights: Sequence[torch.Tensor] = ()
     ) -> Request:
         """What to ask for it, where so many bytes are held around it and by other graphs.
 
