@@ -13,7 +13,7 @@ from fxremat.core.events import Allocate, Event, Free, Given, RunEvents
 from fxremat.core.layout import CodeBuffer, OwnPools
 from fxremat.memory.allocator.settings import AllocatorSettings
 from fxremat.memory.common_pool import CommonPool
-from fxremat.memory.reserved_bytes import reserved, reserved_by_run
+from fxremat.memory.reserved_bytes import keep_too_much, reserved, reserved_by_run
 from fxremat.sizes import MIB
 
 SETTINGS = AllocatorSettings()
@@ -65,18 +65,17 @@ def test_a_gradient_that_stays_outside_is_there_when_the_forward_begins() -> Non
     assert reserved_by_run(events, freed, SETTINGS, 0).nbytes == 30 * MIB
 
 
-def test_graphs_that_take_turns_are_served_from_the_segments_of_all() -> None:
-    """By hand: 40 MiB fit into no segment of the first one, which has 30."""
-    first = RunEvents((Allocate("0", 30 * MIB), Free("0")), (Allocate("1", 24 * MIB), Free("1")))
-    alone = reserved_by_run([*first.forward, *first.backward], first, SETTINGS, 0)
-    assert alone.nbytes == 30 * MIB
-    other = RunEvents((Allocate("0", 40 * MIB), Free("0")), ())
-    both = reserved_by_run(other.forward, other, SETTINGS, 0, [alone.own])
-    assert both.nbytes == (30 + 40) * MIB
+def test_graphs_that_take_turns_may_keep_more_than_each_needs() -> None:
+    """By hand: 40 MiB fit into no segment of the first one, which has 30; 30 fit into 40."""
+    first, second = (RunEvents((Allocate("0", size * MIB), Free("0")), ()) for size in (30, 40))
+    small, large = (reserved_by_run(x.forward, x, SETTINGS, 0).own for x in (first, second))
+    assert (small.pool_bytes, large.pool_bytes) == (30 * MIB, 40 * MIB)
+    assert small.asked == (30 * MIB, -1, 30 * MIB, -2)
+    assert keep_too_much([small, large], SETTINGS)
+    assert not keep_too_much([replace(small, first_segment=40 * MIB), large], SETTINGS)
+    assert not keep_too_much([small, small], SETTINGS)
     arena = OwnPools(arena_bytes=50 * MIB)
-    assert reserved_by_run(other.forward, other, SETTINGS, 0, [arena]).nbytes == (50 + 40) * MIB
-    same = reserved_by_run(other.forward, other, SETTINGS, 0, [both.own])
-    assert same.nbytes == 40 * MIB
+    assert keep_too_much([arena, large], SETTINGS)
 
 
 def test_the_pool_that_all_share() -> None:

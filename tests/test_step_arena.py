@@ -16,6 +16,9 @@ from fxremat.step import scope as scopes
 from tests.small import Block
 
 BUDGET = "6MiB"
+OPTIONS: dict[str, Any] = {
+    "memory_budget": BUDGET, "solver": "greedy", "variants": "none", "arena": True,
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -33,12 +36,7 @@ class Trained:
         torch.manual_seed(0)
         self.model = nn.Sequential(*(Block(64) for _ in range(4)))
         self.x = torch.randn(1024, 64)
-        given: dict[str, Any] = {
-            "memory_budget": budget,
-            "solver": "greedy",
-            "variants": "none",
-            "arena": True,
-        }
+        given = {**OPTIONS, "memory_budget": budget}
         self.call: Any = torch.compile(self.loss, backend="fxremat", options=given)
 
     def loss(self, x: Tensor) -> Tensor:
@@ -93,6 +91,30 @@ def test_the_block_that_is_given_back_is_gone() -> None:
     trained.model.zero_grad(set_to_none=True)
     trained.evaluate()
     assert block() is None
+
+
+def test_graphs_of_two_shapes_have_the_arena_in_turn() -> None:
+    """Where they would keep too much together, each gives back all that it has to the next."""
+    trained = Trained()
+    trained.call = torch.compile(trained.loss, backend="fxremat", options=OPTIONS, dynamic=False)
+    whole, half = trained.x, trained.x[:512].clone()
+
+    def steps(x: Tensor) -> tuple[list[Tensor], int]:
+        trained.x = x
+        for _ in range(3):
+            trained.step()
+        return trained.gradients(), trained.arena.nbytes
+
+    found = [steps(x) for x in (whole, half)]
+    (scope,) = scopes._SCOPES.values()
+    needed = sorted(graph.layout.arena_bytes for graph in scope.graphs)
+    assert found[1][1] == needed[1] > needed[0] > 0
+    scope.own.in_turn = True
+    again = [steps(x) for x in (whole, half)]
+    assert sorted(nbytes for _, nbytes in again) == needed
+    for (one, _), (other, _) in zip(found, again, strict=True):
+        assert all(map(torch.equal, one, other))
+    assert (trained.arena.conflicts, trained.arena.missed) == (0, 0)
 
 
 def test_an_evaluation_has_the_bytes_of_the_arena() -> None:

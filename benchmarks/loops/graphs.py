@@ -29,7 +29,6 @@ from fxremat.compile.dry_run.meter import CodeMeter
 from fxremat.compile.partitioner import draft_of, plan_graph
 from fxremat.compile.request import request_for
 from fxremat.core.events import Given, RunEvents
-from fxremat.core.layout import OwnPools
 from fxremat.cost.cards import absent_card
 from fxremat.cost.cuda_scratch import CudaScratch, Multiprocessors
 from fxremat.memory.measured_peak import uncollected
@@ -114,17 +113,17 @@ class TracedModel:
     def planned(
         self,
         options: Mapping[str, Any],
-        shared: tuple[OwnPools, ...] = (),
         *,
+        beside: int = 0,
         gradients_stay: bool = False,
     ) -> Report:
         """As it is planned with these options. Raises `InfeasibleBudget` where that is refused.
 
-        Graphs that take turns with it have ``shared`` pools.
+        When it is compiled, ``beside`` bytes are allocated.
         """
         parsed = parse_options(options, device_total_bytes=total_bytes(CUDA))
-        request = request_for(self.examples, parsed, weights=self.weights)
-        request = request.with_inputs(gradients_stay=gradients_stay).with_budget(shared=shared)
+        request = request_for(self.examples, parsed, neighbours=beside, weights=self.weights)
+        request = request.with_inputs(gradients_stay=gradients_stay)
         patches = patches_for(parsed, request, None, self.examples)
         with session.separate(), generating(self.joint, patches):
             current = session.begin()
@@ -138,16 +137,17 @@ class TracedModel:
 def planned_together(
     graphs: Sequence[TracedModel],
     options: Mapping[str, Any],
-    shared: tuple[OwnPools, ...],
     *,
+    beside: int,
     gradients_stay: bool,
 ) -> list[Report]:
     """The graphs of a model under one budget. Raises `InfeasibleBudget` where that is refused.
 
-    What is ``shared``, and gradients that stay, are planned for where it is one graph.
+    What is ``beside``, and gradients that stay, are planned for where it is one graph.
     """
     if len(graphs) == 1:
-        return [graphs[0].planned(options, shared, gradients_stay=gradients_stay)]
+        only, stay = graphs[0], gradients_stay
+        return [only.planned(options, beside=beside, gradients_stay=stay)]
     parsed = parse_options(options, device_total_bytes=total_bytes(CUDA))
     given = [(copy_module(one.dynamo_graph), one.examples) for one in graphs]
     with session.separate():

@@ -13,14 +13,17 @@ from torch import fx, nn
 from fxremat.compat.absent.pretending import pretending
 from fxremat.compat.dynamo import fresh_dynamo_caches
 from fxremat.core.events import RunEvents
-from fxremat.core.layout import OwnPools, RunLayout, StepLayout
+from fxremat.core.layout import RunLayout, StepLayout
 from fxremat.core.step import last_first
 from fxremat.cost.cards import Card, absent_card
 from fxremat.cost.cuda_scratch import cublas_workspace
+from fxremat.memory.allocator.settings import AllocatorSettings
+from fxremat.memory.common_pool import CommonPool
 from fxremat.memory.layout import arrange
 from fxremat.memory.loop.recorder import Libraries, LoopRecord, LoopRecorder
 from fxremat.memory.loop.replay import LoopUsage, replay_loop
 from fxremat.memory.loop.stand_in import Arena, LoopGraph, StandIn, on_device, runs_as
+from fxremat.memory.reserved_bytes import keep_too_much
 from fxremat.report.report import Report
 
 from .graphs import TracedModel, checkpointed, planned_together, scratch_of_card, traced_graphs
@@ -55,6 +58,7 @@ class Promise:
     graphs: dict[str, Graphs]
     arena_bytes: int = 0
     pool_bytes: int = 0
+    in_turn: bool = False
 
 
 @dataclass
@@ -69,7 +73,7 @@ class Judge:
     traces: dict[str, list[TracedModel]] = field(default_factory=dict)
     plain_graphs: dict[str, Graphs] = field(default_factory=dict)
     plain_usage: dict[str, LoopUsage] = field(default_factory=dict)
-    reports: dict[tuple[str, ...], list[Report]] = field(default_factory=dict)
+    reports: dict[tuple[Any, ...], list[Report]] = field(default_factory=dict)
     checkpoints: Judge | None = None
     """The same model with its blocks checkpointed."""
 
@@ -97,12 +101,16 @@ class Judge:
         """The graphs of a loop as they are planned for it. Raises `InfeasibleBudget`."""
         options = {"memory_budget": f"{budget}B", "optimizer": OPTIMIZERS[loop]}
         trained = [name for name in _graphs_of(loop) if name != "evaluation"]
-        reports = {name: self._report(name, options) for name in trained}
+        several = "other shape" in trained
+        reports = {name: self._report(name, options, several) for name in trained}
         if loop in GRADIENTS_LIVE:
             reports[STAY] = self._report(STAY, options)
         placed = {name: _placed(found) for name, found in reports.items()}
         graphs = {name: self._as_planned(name, reports[name], placed[name]) for name in reports}
         first = [one for name, one in placed.items() if name != STAY]
+        owns = [one[0].memory.own for one in reports.values() if len(one) == 1]
+        in_turn = several and len(owns) > 1 and keep_too_much(owns, AllocatorSettings())
+        first = [placed["training"]] if in_turn else first
         arena = max(one.arena_bytes for one in first)
         pool = max(one.pool_bytes for one in first)
         if "evaluation" in _graphs_of(loop):
@@ -112,25 +120,36 @@ class Judge:
         promised = [one.predicted_reserved_bytes or 0 for one in all_reports]
         least = [one.minimum_peak_bytes for one in all_reports]
         known = [one for one in least if one is not None]
-        return Promise(max(promised), max(known, default=None), graphs, arena, pool)
+        return Promise(max(promised), max(known, default=None), graphs, arena, pool, in_turn)
 
-    def _report(self, name: str, options: dict[str, Any]) -> list[Report]:
-        """Planned once for the same budget."""
-        asked = name, *options.values()
+    def _report(self, name: str, options: dict[str, Any], several: bool = False) -> list[Report]:
+        """Planned once for the same budget; with ``several`` batches on the card, as it sees."""
+        asked = name, several, *options.values()
         if asked not in self.reports:
-            shared: tuple[OwnPools, ...] = ()
+            batches = [self.inputs, self.others]
             if name == "other shape":
-                shared = tuple(one.memory.own for one in self._report("training", options))
+                batches.reverse()
             self.reports[asked] = planned_together(
-                self._traced(name), options, shared, gradients_stay=name == STAY
+                self._traced(name),
+                options,
+                beside=self._segments(*batches) - self._segments(batches[0]) if several else 0,
+                gradients_stay=name == STAY,
             )
         return self.reports[asked]
 
+    def _segments(self, *batches: Sequence[Any]) -> int:
+        """Bytes that the card reserves for the model and for batches."""
+        held = [
+            *self.model.parameters(),
+            *self.model.buffers(),
+            *(x for one in batches for x in one),
+        ]
+        sizes = [one.nbytes for one in held if isinstance(one, torch.Tensor)]
+        return CommonPool(sizes).reserved(AllocatorSettings())
+
     def outcome(self, loop: str, promise: Promise) -> Outcome:
         """What the loop then reserves."""
-        usage = replay_loop(
-            self._recorded(loop, promise.graphs, promise.arena_bytes, promise.pool_bytes)
-        )
+        usage = replay_loop(self._recorded(loop, promise.graphs, promise))
         return Outcome(
             usage.reserved,
             tuple(step.reserved for step in usage.steps),
@@ -162,14 +181,16 @@ class Judge:
         return tuple(replace(one, arena_bytes=arena, pool_bytes=pool) for one in made)
 
     def _recorded(
-        self, loop: str, graphs: dict[str, Graphs], arena_bytes: int = 0, pool_bytes: int = 0
+        self, loop: str, graphs: dict[str, Graphs], promise: Promise | None = None
     ) -> LoopRecord:
         card = _card()
         libraries = Libraries(
             cublas_workspace(card.capability), card.l2_cache, scratch_of_card().blocks_of_call
         )
         recorder = LoopRecorder(libraries)
-        arena, full = Arena(recorder, arena_bytes, pool_bytes), _shapes(self.inputs)
+        arena, full = Arena(recorder, 0), _shapes(self.inputs)
+        if promise is not None:
+            arena = Arena(recorder, promise.arena_bytes, promise.pool_bytes, promise.in_turn)
         both = self.inputs, self.others if "other shape" in graphs else ()
 
         seen = set[bool]()

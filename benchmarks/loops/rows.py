@@ -89,13 +89,19 @@ def judged(name: str, asked: argparse.Namespace) -> Iterator[LoopRow]:
                 row |= {"least": refused.minimum_bytes}
                 if judge is not None:
                     row |= {"plain": judge.plain_of(loop)}
-                    row |= {"checkpointing": judge.checkpointing_of(loop)}
+                    try:
+                        row |= {"checkpointing": judge.checkpointing_of(loop)}
+                    except Exception as error:  # Dynamo knows not all that checkpoints may have
+                        row |= {"error": _said(error)}
             except Exception as error:
-                logging.getLogger(__name__).debug("failed", exc_info=True)
-                text = f"{type(error).__name__}: {error}".partition("\n")[0]
-                row |= {"status": "failed", "error": text}
+                row |= {"status": "failed", "error": _said(error)}
             yield LoopRow(seconds=round(time.perf_counter() - begin, 1), **row)
             begin = time.perf_counter()
+
+
+def _said(error: Exception) -> str:
+    logging.getLogger(__name__).debug("failed", exc_info=True)
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 def _judged(judge: Judge, loop: str, budget: str) -> dict[str, Any]:

@@ -16,7 +16,6 @@ from fxremat.compat.tensors import places_in_joint, storage_key
 from fxremat.compile.constants import BUDGET_PARTS
 from fxremat.core.constants import CALL_US
 from fxremat.core.events import RunEvents
-from fxremat.core.layout import OwnPools
 from fxremat.core.problem import Copies
 from fxremat.cost.cards import Card, absent_card
 from fxremat.cost.cuda_scratch import allocate_cublas, cublas_workspace
@@ -44,7 +43,6 @@ class Budget:
     ``allocator`` holds its settings; None where the device has no such allocator, or one whose
     settings are not modelled. Of ``held``, ``coming`` are to come that nobody sees yet. When no
     graph runs and the optimizer steps, ``optimizer_step`` bytes are there: no budget is less.
-    Graphs that take turns with this one have ``shared`` pools already.
     """
 
     limit: int | None = None
@@ -56,7 +54,6 @@ class Budget:
     allocator: AllocatorSettings | None = None
     coming: int = 0
     optimizer_step: int = 0
-    shared: tuple[OwnPools, ...] = ()
 
     @property
     def own(self) -> int | None:

@@ -80,11 +80,11 @@ NOWHERE = StepLayout()
 class OwnPools:
     """What a graph reserves on CUDA where nobody else allocates: bytes of its arena, and its pool.
 
-    The pool begins with a segment of ``first_bytes``. It is ``asked``, in a loop of steps, for
-    blocks of so many bytes; a negative number n frees the block that came as number -n - 1.
+    The pool begins with a ``first_segment`` of so many bytes. In a loop of steps it is ``asked``
+    for blocks of so many; a negative number n frees the block that came as number -n - 1.
     """
 
     arena_bytes: int = 0
     pool_bytes: int = 0
-    first_bytes: int = 0
+    first_segment: int = 0
     asked: tuple[int, ...] = ()

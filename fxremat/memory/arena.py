@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Lock
@@ -212,7 +212,7 @@ class Arena:
     is left. A second thread that comes in meanwhile allocates as ever, as does a half that begins
     inside of another one.
 
-    With ``poison``, a test, memory is filled with NaN when nobody holds it any more.
+    With ``poison``, a test, what nobody holds is filled with NaN. ``in_turn`` each graph sizes it.
 
     On CUDA all else that a half allocates comes from a pool of its own, and a stream waits for the
     one that was in the arena before. No GPU has run that yet. Where CUDA graphs are recorded,
@@ -224,7 +224,7 @@ class Arena:
         self.device = device
         self.empty: Any = EMPTY.get(device.type)
         self.is_off = self.empty is None
-        self.poison = False
+        self.poison = self.in_turn = False
         self.block: torch.Tensor | None = None
         self.state = 0
         """Another number whenever slots may be other ones than before."""
@@ -333,7 +333,7 @@ class Arena:
         kept = [(one, one.detach().cpu()) for one in gradients]
         for one, _ in kept:
             one.data = one.new_empty(0)
-        self._take()
+        self._take(self._halves)
         self._bind()
         free = [] if half is None else list(half.outlive)
         for one, values in kept:
@@ -344,31 +344,31 @@ class Arena:
                 one.data = reinterpret(slot.base, values.shape, values.stride(), 0).copy_(values)
 
     @contextmanager
-    def lent(self) -> Iterator[None]:
+    def lent(self, *, pool: bool = False) -> Iterator[None]:
         """Inside, a graph without a backward runs, as in an evaluation.
 
-        If nothing lies in the block, it is given back, so that this graph can have its bytes.
+        If nothing lies in the block, it is given back for its use, and the ``pool`` if asked for.
         """
         if self.is_off or not self._lock.acquire(blocking=False):
             yield
             return
         try:
             if self.block is not None and not held(self._slots.values()):
-                self._give_back(lent=True)
+                self._give_back(lent=not pool)
                 self._is_changed = True
             with self.own_pool():
                 yield
         finally:
             self._lock.release()
 
-    def rest(self) -> None:
+    def rest(self, *, pool: bool = False) -> None:
         """Give the block back, if nothing lies in it, until a half needs it again."""
-        with self.lent():
+        with self.lent(pool=pool):
             pass
 
     def _places(self, half: PlacedHalf) -> Places | None:
         if self._is_changed:
-            self._take()
+            self._take([half] if self.in_turn else self._halves)
         if self.is_off:
             return None
         if half.bound != self.state:
@@ -416,18 +416,18 @@ class Arena:
 
     # -- the block --------------------------------------------------------------------------------
 
-    def _take(self) -> None:
-        """Take the block that the layouts need, and forget slots that none needs."""
+    def _take(self, halves: Collection[PlacedHalf]) -> None:
+        """Take the block that these halves need, and forget slots that none needs."""
         self._is_changed = False
-        needed = max((half.arena_bytes for half in self._halves), default=0)
-        grows, shrinks = needed > self.nbytes, needed < self.nbytes
-        if grows or (shrinks and not held(self._slots.values())):
+        needed = max((half.arena_bytes for half in halves), default=0)
+        has = -1 if self.block is None else self.nbytes  # without bytes it has a pool all the same
+        if needed > has or (needed < has and not held(self._slots.values())):
             self._give_back()
             try:
                 with self.own_pool():
                     self.block = new_block(needed, self.device)
                     if self.device.type == "cuda":  # cut from it as the graphs run
-                        new_block(max(half.pool_bytes for half in self._halves), self.device)
+                        new_block(max(half.pool_bytes for half in halves), self.device)
             except RuntimeError:
                 log.warning("no memory for an arena of %s: nothing is placed", format_bytes(needed))
                 self.is_off = True

@@ -33,19 +33,17 @@ class Reserved:
     """What is reserved for a step: by the pools, for the arena of the layout, and ``beside``.
 
     In a loop of such steps the graphs' own pool is ``asked`` for blocks, as `OwnPools` has them.
-    Graphs that take turns with these have had an arena of ``shared`` bytes.
     """
 
     pools: Usage
     layout: StepLayout
     beside: int = 0
     asked: tuple[int, ...] = ()
-    shared: int = 0
 
     @property
     def own(self) -> OwnPools:
         """The segment that the allocator takes for the arena, and what the pools have."""
-        arena = max(round_up(self.layout.arena_bytes, SEGMENT_STEP_BYTES), self.shared)
+        arena = round_up(self.layout.arena_bytes, SEGMENT_STEP_BYTES)
         pool, first = self.pools.peak_reserved_bytes, self.layout.pool_bytes
         return OwnPools(arena, pool, first, self.asked)
 
@@ -79,30 +77,35 @@ def reserved_by_run(
     run: RunEvents,
     settings: AllocatorSettings,
     held_bytes: int,
-    shared: Sequence[OwnPools] = (),
 ) -> Reserved:
     """What one run of a graph reserves; ``events`` are those of its step, with what is resident.
 
     Of the pool that all share it is known what that reserves: ``held_bytes`` and what is resident.
-    Graphs that take turns with it have the ``shared`` pools: these keep the segments that any of
-    them needed, and serve each from the segments of all.
     """
     found = arrange([run], ALONE, "cuda", settings=settings)
     there = with_second_gradients(events, run)
     marked = [_where(event, found.placed[0]) for event in there if not _is_resident(event)]
     beside = held_bytes + sum(event.nbytes for event in events if _is_resident(event))
-    loop, layout = loop_of(_without_arena(marked), seconds(run)), found.layout
-    others = [event for k, one in enumerate(shared) for event in _asks(one, k)]
-    turn = [*others, *loop]
-    first = max([layout.pool_bytes, *(one.first_bytes for one in shared)])
-    pools = _pools([*turn, *turn, *others] if others else loop, settings, first)
-    arena = max((one.arena_bytes for one in shared), default=0)
-    return Reserved(pools, replace(layout, pool_bytes=first), beside, _asked(loop), arena)
+    loop = loop_of(_without_arena(marked), seconds(run))
+    pools = _pools(loop, settings, found.layout.pool_bytes)
+    return Reserved(pools, found.layout, beside, _asked(loop))
 
 
-def _pools(events: Iterable[Event], settings: AllocatorSettings, first_bytes: int) -> Usage:
+def keep_too_much(graphs: Sequence[OwnPools], settings: AllocatorSettings) -> bool:
+    """Whether graphs that take turns reserve more together than the one that reserves most.
+
+    Their pool keeps the segments that any of them needed, and serves each from those of all.
+    """
+    turn = [event for k, one in enumerate(graphs) for event in _asks(one, k)]
+    first = max(one.first_segment for one in graphs)
+    pool = _pools([*turn, *turn, *turn], settings, first).peak_reserved_bytes
+    together = pool + max(one.arena_bytes for one in graphs)
+    return together > max(one.arena_bytes + one.pool_bytes for one in graphs)
+
+
+def _pools(events: Iterable[Event], settings: AllocatorSettings, first_segment: int) -> Usage:
     """What is reserved for these events; the graphs' own pool begins with a segment."""
-    first = Allocate("first", first_bytes, OWN_POOL), Free("first")
+    first = Allocate("first", first_segment, OWN_POOL), Free("first")
     return replay([*first, *events], settings)
 
 

@@ -123,6 +123,8 @@ class _WatchedRuns:
         promise = one.promise
         scope.begin(promise, args)
         placed = self.placed_run(place, promise.device)
+        if not scope.waiting:
+            scope.own.begin(self.placed_for)
         if scope.own.to_move and scope.own.arena is not None:
             scope.own.arena.move(scope.own.to_move, None if placed is None else placed.backward)
             scope.own.to_move = []

@@ -207,7 +207,7 @@ class GraphInStep:
         if not (living := [one.grad for one in weights if one.grad is not None]):
             return False
         own = self.where.scope.own
-        own.to_move, own.shared = living, ()
+        own.to_move, own.graphs = living, ()
         if device.type != "cuda":  # there they are in the pool of the graphs
             self._hold(storage_bytes(living, device))
         self.request = self.request.with_inputs(gradients_stay=True)
@@ -251,8 +251,7 @@ class GraphInStep:
         the next one on they leave more. Raises `InfeasibleBudget` with what all need together.
         """
         missing, told = 0, len(session.STATE.reports)
-        pools = self.where.scope.own
-        request = self.request.with_budget(between=self.observed.between, shared=pools.shared)
+        request = self.request.with_budget(between=self.observed.between)
         try:
             version = self.graph.compile(request)
         except InfeasibleBudget as refused:
@@ -274,7 +273,7 @@ class GraphInStep:
             self.call = version.call
             return None
         self.taken.count, self.placing.run = 1, report.events
-        pools.share(report.memory.own)
+        self.where.scope.own.share(report.memory.own, request.budget.allocator)
         promised = self.promised(version, request)
         if missing:
             promised = replace(promised, promise=replace(promised.promise, left_bytes=missing))

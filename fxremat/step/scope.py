@@ -23,11 +23,13 @@ from fxremat.compat.backward import when_freed
 from fxremat.compat.distributed.ranks import is_a_rank
 from fxremat.compat.dynamo import compilations
 from fxremat.core.constants import MUCH_UNUSED
-from fxremat.core.layout import OwnPools
+from fxremat.core.layout import NOWHERE, OwnPools, StepLayout
 from fxremat.core.step import Order, in_order, last_first
 from fxremat.errors import BudgetExceeded, PromiseBroken
+from fxremat.memory.allocator.settings import AllocatorSettings
 from fxremat.memory.arena import Arena
 from fxremat.memory.composed_steps import outside_in_order
+from fxremat.memory.reserved_bytes import keep_too_much
 from fxremat.memory.storages import Storages, storages_of, with_gradients
 from fxremat.memory.watched_steps import MOST_STEPS, StepWatch
 from fxremat.sizes import format_bytes
@@ -89,19 +91,30 @@ class Warned:
 
 @dataclass(eq=False)
 class OwnMemory:
-    """Where graphs allocate: their arena, and the pools that those before have ``shared``.
+    """Where graphs allocate: their arena, and what each of the ``graphs`` by themselves takes.
 
-    Those by themselves take turns in it on CUDA. The gradients in ``to_move`` lie where the next
-    layout has something else.
+    These take turns. The gradients in ``to_move`` lie where the next layout has something else.
     """
 
     arena: Arena | None = None
-    shared: tuple[OwnPools, ...] = ()
+    graphs: tuple[OwnPools, ...] = ()
     to_move: list[torch.Tensor] = field(default_factory=list)
+    in_turn: bool = False
+    """Each gives back all that it has before another one runs: together they keep too much."""
+    ran: StepLayout = NOWHERE
 
-    def share(self, taken: OwnPools) -> None:
+    def share(self, taken: OwnPools, settings: AllocatorSettings | None) -> None:
         """One more graph takes turns with the others."""
-        self.shared = *(one for one in self.shared if one.asked != taken.asked), taken
+        self.graphs = *(one for one in self.graphs if one != taken), taken
+        self.in_turn = settings is not None and keep_too_much(self.graphs, settings)
+
+    def begin(self, layout: StepLayout) -> None:
+        """A graph with this layout runs; no other one waits."""
+        if self.arena is not None and layout is not self.ran:
+            self.arena.in_turn = self.in_turn
+            if self.in_turn:
+                self.arena.rest(pool=True)
+        self.ran = layout
 
 
 @dataclass(eq=False)
@@ -423,7 +436,8 @@ class BudgetScope:
     @property
     def records(self) -> bool:
         """Whether the order of runs is still of interest."""
-        return self.due or self.watch is None or not self.watch.is_over
+        unknown = any(graph.role.runs_alone is None for graph in self.graphs)
+        return unknown or self.due or self.watch is None or not self.watch.is_over
 
     def _is_recorded(self, run: WaitingRun) -> bool:
         return run.graph is not None and self.records

@@ -230,7 +230,7 @@ def _reserved(shown: DryRun | None, request: Request) -> Reserved | None:
     if shown is None or budget.allocator is None or shown.allocator.as_run is None:
         return None
     run = as_asked(shown.allocator.as_run, request)
-    return reserved_by_run(shown.events, run, budget.allocator, budget.held, budget.shared)
+    return reserved_by_run(shown.events, run, budget.allocator, budget.held)
 
 
 @dataclass(frozen=True)

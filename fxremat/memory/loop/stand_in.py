@@ -49,6 +49,8 @@ class Arena:
     recorder: LoopRecorder
     nbytes: int
     pool_bytes: int = 0
+    in_turn: bool = False
+    """Each graph has it in its own size: together they would keep too much."""
     taken: bool = False
     spans: dict[str, tuple[int, int]] = field(default_factory=dict)
     """First and last bytes of all that has been placed, by name; some may be gone."""
@@ -57,9 +59,9 @@ class Arena:
         """Have it, from now on."""
         if not self.taken and self.nbytes:
             self.recorder.allocate(self.nbytes, "graph", "graphs", ARENA)
-            if self.pool_bytes:
-                first = self.recorder.allocate(self.pool_bytes, "graph", "graphs")
-                self.recorder.let_go(first)
+        if not self.taken and self.pool_bytes:
+            first = self.recorder.allocate(self.pool_bytes, "graph", "graphs")
+            self.recorder.let_go(first)
         self.taken = True
 
     def lend(self) -> None:
@@ -318,7 +320,8 @@ class StandIn(nn.Module):
         if not training:
             loop.arena.lend()
         elif graph.layout is not None:
-            if graph.events.gradients_stay and loop.arena.is_other(graph):
+            renews = graph.events.gradients_stay or loop.arena.in_turn
+            if renews and loop.arena.is_other(graph):
                 loop.arena.renew(graph, weights)
             loop.arena.take()
         run = _Run(graph, loop.recorder, loop.arena)
