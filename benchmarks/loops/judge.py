@@ -116,9 +116,11 @@ class Judge:
         if "evaluation" in _graphs_of(loop):
             plain = self._plain("evaluation")
             graphs["evaluation"] = tuple(replace(one, layout=RunLayout()) for one in plain)
-        all_reports = [one for found in reports.values() for one in found]
-        promised = [one.predicted_reserved_bytes or 0 for one in all_reports]
-        least = [one.minimum_peak_bytes for one in all_reports]
+        # Where gradients live, the first plan runs once, when there are no states.
+        stays = reports.get(STAY)
+        last = stays or [one for found in reports.values() for one in found]
+        promised = [one.predicted_reserved_bytes or 0 for one in last]
+        least = [one.minimum_peak_bytes for one in last]
         known = [one for one in least if one is not None]
         return Promise(max(promised), max(known, default=None), graphs, arena, pool, in_turn)
 
