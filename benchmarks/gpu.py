@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,7 +35,7 @@ from typing import Any
 
 import torch
 
-from .loops.models import MODELS
+from .loops.rows import models_asked
 from .machine import describe_machine
 from .readme_table import put_into
 from .rows import format_table, mib, number
@@ -61,10 +61,10 @@ class Rows:
     rows: dict[tuple[str, str], Row] = field(default_factory=dict)
 
     def read(self) -> None:
-        """Know what an earlier run has written, but for what failed."""
+        """Know what an earlier run has written, but for what failed or was not timed."""
         if self.out is not None and self.out.exists():
             for row in json.loads(self.out.read_text())["rows"]:
-                if row["status"] != "failed":
+                if row["status"] == "refused" or row.get("step_ms"):
                     self.rows[row["model"], row["way"]] = row
 
     def keep(self, row: Row) -> None:
@@ -161,17 +161,19 @@ class Benchmark:
             stop = Timer(self.ends - time.monotonic(), _kill(workers))
             stop.start()
             stack.callback(stop.cancel)
-            answers = pool.map(lambda worker: worker.ask("train"), workers)
-            for row, answer in zip(group, answers, strict=True):
+            pairs = zip(workers, group, strict=True)
+            asked = {pool.submit(worker.ask, "train"): row for worker, row in pairs}
+            for answer in as_completed(asked):
+                row = asked[answer]
                 if time.monotonic() < self.ends:
-                    row |= {"status": "failed", **answer}
+                    row |= {"status": "failed", **answer.result()}
                     self.rows.keep(row)
                     print("  ".join(filter(None, cells(row, None))), flush=True)
             for row, worker in zip(group, workers, strict=True):
                 if row.get("status") in ("ok", "over") and time.monotonic() < self.ends:
-                    answer = worker.ask("time", rounds=ROUNDS)
+                    timed = worker.ask("time", rounds=ROUNDS)
                     if time.monotonic() < self.ends:
-                        self.rows.keep(row | answer)
+                        self.rows.keep(row | timed)
                 worker.process.kill()
 
     def _start(self, row: Row) -> Process:
@@ -224,10 +226,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--table", type=Path, help="print the table of such a file")
     add("--into", type=Path, help="put it into this document")
     asked = parser.parse_args(arguments)
-    asked.models = asked.models or list(MODELS)
-    unknown = [text for text in asked.models if ":" not in text and text not in MODELS]
-    if unknown:
-        parser.error(f"no models {unknown}; give MODULE:FUNCTION, or {', '.join(MODELS)}")
+    asked.models = models_asked(asked.models, parser)
     asked.ways = asked.ways.split(",")
     if others := sorted(set(asked.ways) - set(WAYS)):
         parser.error(f"no ways {others}; there are {', '.join(WAYS)}")

@@ -50,10 +50,9 @@ def test_rows_are_run_and_kept_and_not_run_again(
     asked += ["--ways", "plain,fxremat60%,save_matmuls", "--together", "2"]
     assert main(asked) == 0, capsys.readouterr().out
     rows = json.loads(out.read_text())["rows"]
-    assert [(one["way"], one["status"]) for one in rows] == [
-        ("plain", "ok"), ("fxremat60%", "ok"), ("save_matmuls", "ok"),
-    ]  # fmt: skip
-    plain, ours, saved = rows
+    by_way = {one["way"]: one for one in rows}  # they are written as they end
+    assert [one["status"] for one in rows] == ["ok"] * 3
+    plain, ours, saved = (by_way[way] for way in ("plain", "fxremat60%", "save_matmuls"))
     assert ours["budget"] == 2 * MIB
     assert plain["losses"] == pytest.approx(ours["losses"], rel=1e-4)
     assert plain["losses"] == pytest.approx(saved["losses"], rel=1e-4)
@@ -74,6 +73,20 @@ def test_budgets_are_parts_of_what_was_reserved() -> None:
     assert rows.budget("bert", "fxremat60%", {"bert": 700}) == 700
     assert rows.budget("bert", "fxremat@checkpoint", {"bert": 700}) == 400
     assert rows.budget("bert", "knob", {}) is None
+
+
+def test_what_failed_or_was_not_timed_is_run_again(tmp_path: Path) -> None:
+    out = tmp_path / "rows.json"
+    rows = [
+        row("plain", step_ms=[6.0]),
+        row("checkpoint"),
+        row("knob", status="failed"),
+        row("fxremat60%", status="refused", least=2 * MIB),
+    ]
+    out.write_text(json.dumps({"rows": rows}))
+    again = Rows({}, out)
+    again.read()
+    assert [way for _, way in again.rows] == ["plain", "fxremat60%"]
 
 
 def test_what_is_wrong_is_said_and_a_refusal_is_not(

@@ -29,8 +29,7 @@ from fxremat.errors import UnknownDevice
 
 from ..machine import describe_machine
 from ..rows import format_table
-from .models import MODELS
-from .rows import HEAD, LoopRow, all_rows
+from .rows import HEAD, LoopRow, all_rows, models_asked
 from .steps import LOOPS
 
 
@@ -46,10 +45,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="the file for the rows")
     parser.add_argument("--together", type=int, default=2, help="models judged at the same time")
     asked = parser.parse_args(words)
-    asked.models = asked.models or list(MODELS)
-    others = [text for text in asked.models if ":" not in text and text not in MODELS]
-    if others:
-        parser.error(f"no models {others}; give MODULE:FUNCTION, or {', '.join(MODELS)}")
+    asked.models = models_asked(asked.models, parser)
     asked.loops = asked.loops.split(",")
     unknown = set(asked.loops) - set(LOOPS)
     if unknown:

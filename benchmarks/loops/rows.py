@@ -162,6 +162,14 @@ def function_named(text: str) -> Callable[[], Any]:
     return function
 
 
+def models_asked(texts: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
+    """All models where none is named; ends with the parser's error where one is not known."""
+    unknown = [text for text in texts if ":" not in text and text not in MODELS]
+    if unknown:
+        parser.error(f"no models {unknown}; give MODULE:FUNCTION, or {', '.join(MODELS)}")
+    return list(texts or MODELS)
+
+
 def model_named(text: str) -> Callable[[], Any]:
     """One of `benchmarks.loops.models`, or a function elsewhere."""
     return function_named(text) if ":" in text else MODELS[text]
