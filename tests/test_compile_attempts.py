@@ -87,8 +87,17 @@ def test_the_least_that_is_named_is_of_candidates_that_no_budget_changes() -> No
 
 def test_what_is_within_the_budget_is_not_taken_where_less_is_wanted_and_found() -> None:
     wanted = plan_under(0.7).peak_bytes
-    trial = Trial(lambda planned, order: planned + (order == NEAR_PEAK))
+    more = wanted // 50
+    trial = Trial(lambda planned, order: planned + more * (order == NEAR_PEAK))
     found = searching(trial, 2 * wanted, wanted=wanted).run()
-    assert trial.seen[0].peak_bytes == wanted + 1
+    assert trial.seen[0].peak_bytes == wanted + more
     assert found.evaluation.candidate.order == "planned"
     assert found.evaluation.peak_bytes <= wanted
+
+
+def test_a_part_of_a_step_is_taken_as_soon_as_it_is_near_what_is_wanted() -> None:
+    wanted = plan_under(0.7).peak_bytes
+    trial = Trial(lambda planned, order: planned + 1)
+    found = searching(trial, 2 * wanted, wanted=wanted).run()
+    assert [one.peak_bytes for one in trial.seen] == [wanted + 1]
+    assert found.evaluation is trial.seen[0]

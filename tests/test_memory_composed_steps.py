@@ -22,10 +22,16 @@ from fxremat.core.events import (
     run_events_to_json,
 )
 from fxremat.core.layout import CodeBuffer
-from fxremat.core.step import Interface, Version
+from fxremat.core.step import Interface, Order, Version
 from fxremat.memory.allocator.caching import replay
 from fxremat.memory.allocator.settings import AllocatorSettings
-from fxremat.memory.composed_steps import composed, paired, repeated_outside
+from fxremat.memory.composed_steps import (
+    composed,
+    composed_with_seconds,
+    outside_in_order,
+    paired,
+    repeated_outside,
+)
 from fxremat.step.description import repeated_step
 from fxremat.step.versions import Offer, Part
 
@@ -112,6 +118,46 @@ def test_a_part_of_something_larger_holds_the_whole() -> None:
     version = RunEvents((), (), (Given(10, own=True, again=True),))
     step = composed(outside, lambda run: version)
     assert step == (Allocate("0", 30), Free("0"))
+
+
+IN_TURN: Order = ((0, "forward"), (1, "forward"), (1, "backward"), (0, "backward"))
+
+
+def test_a_run_is_given_what_the_one_before_gave() -> None:
+    """As by hand, but that nothing is there of the first input, nor of the weight by itself."""
+    step = composed(outside_in_order([BLOCK, BLOCK], IN_TURN, 2), lambda run: BLOCK)
+    before, first, second = [2, 12], [19, 24, 34, 27, 17], [24, 29, 39, 32, 22, 12]
+    loss, last = [22], [25, 20, 30, 32, 29, 19]
+    found = live_after(step)
+    assert found[: len(before) + 18] == [*before, *first, *second, *loss, *last]
+    assert sum(one == Allocate(one.name, 10) for one in step if isinstance(one, Allocate)) == 6
+
+
+def test_results_are_kept_for_a_later_run_and_by_others() -> None:
+    """Of two towers the loss is given both; what others keep is there until their backward."""
+    tower = replace(BLOCK, inputs=(Given(2, gradient="8"),), backward=(Free("1"), Allocate("8", 2)))
+    loss = RunEvents((), (Allocate("0", 10), Allocate("1", 10)), tuple(
+        Given(10, own=True, gradient=name) for name in ("0", "1")
+    ))  # fmt: skip
+    runs = [tower, tower, loss]
+    order: Order = [(k, "forward") for k in range(3)] + [(k, "backward") for k in (2, 1, 0)]
+    outside = list(outside_in_order(runs, order, 0))
+    [at] = [k for k, event in enumerate(outside) if event == Forward(2, ("1", "0"), ())]
+    assert set(outside[at + 1 : at + 3]) == {Free("0"), Free("1")}
+    live = live_after(composed(outside, runs.__getitem__))
+    held = live_after(composed(outside_in_order(runs, order, 0, held=[0]), runs.__getitem__))
+    assert held[-1] == live[-1] + 10 == 4 + 10
+
+
+def test_a_gradient_that_stays_has_a_second_one_beside_it() -> None:
+    run = replace(BLOCK, gradients_stay=True)
+    with_second = replace(run, backward=(*run.backward, Allocate("1000000000", 2)))
+    order: Order = ((0, "forward"), (0, "backward"))
+    events, second = composed_with_seconds(outside_in_order([run], order, 0), lambda _: with_second)
+    [(first, other)] = second.items()
+    assert {Allocate(first, 2), Allocate(other, 2)} <= {*events}
+    assert Free(other) in events  # when autograd has added it
+    assert Free(first) not in events
 
 
 def test_what_was_never_there_is_told_of() -> None:

@@ -14,7 +14,8 @@ from fxremat.core.events import Allocate, Event, Free, Given, RunEvents
 from fxremat.core.layout import CodeBuffer, HalfLayout, RunLayout, StepLayout
 from fxremat.core.step import Order, first_first, last_first
 from fxremat.memory.allocator.caching import replay
-from fxremat.memory.layout import ALIGNMENT_BYTES, Arranged, arrange
+from fxremat.memory.composed_steps import outside_in_order
+from fxremat.memory.layout import ALIGNMENT_BYTES, Arranged, arrange, passed_on
 from fxremat.sizes import GIB, MIB
 
 DEVICES = tuple(ALIGNMENT_BYTES)
@@ -112,6 +113,46 @@ def totals(runs: Sequence[RunEvents], order: Order) -> list[int]:
                 total -= live.pop((run, event.name))
             out.append(total)
     return out
+
+
+@settings(deadline=None)
+@given(steps())
+def test_results_that_are_passed_on_are_placed_and_pass_the_verifier(
+    step: tuple[list[RunEvents], Order],
+) -> None:
+    runs, order = step
+    runs = [_given_by(before, one) for one, before in zip(runs, [None, *runs], strict=False)]
+    outside = list(outside_in_order(runs, order, 0))
+    arranged = arrange(runs, order, "cuda", outside=outside)
+    passed = passed_on(runs, outside)
+    check_layout(runs, order, arranged.layout, ALIGNMENT_BYTES["cuda"], passed)
+
+
+def _given_by(before: RunEvents | None, run: RunEvents) -> RunEvents:
+    """The run, where it is given what another one gave before, and saves it."""
+    if before is None:
+        return run
+    sizes = before.sizes()
+    more = (Given(sizes[name], own=True, again=True) for name in before.results)
+    return replace(run, inputs=(*run.inputs, *more))
+
+
+def test_what_the_next_run_saves_lies_in_the_arena() -> None:
+    """Its bytes are another's as soon as no half begins while it is held."""
+    first = a_run([Allocate("0", MIB)], [Allocate("1", MIB), Free("1")], "0", "1")
+    first = replace(first, results=("0",), incoming=(("2", 512),))
+    loss = a_run([], [Allocate("0", MIB), Free("0")], "0")
+    loss = replace(loss, inputs=(Given(MIB, own=True, again=True),))
+    runs, order = [first, loss], last_first(2)
+    outside = list(outside_in_order(runs, order, 0))
+    assert passed_on(runs, outside) == {(0, "0"): {1}}
+    layout = arrange(runs, order, "cuda", outside=outside).layout
+    assert layout.arena_bytes == 2 * MIB
+    assert layout.runs[0].forward.offsets == layout.runs[0].backward.offsets == (0,)
+    assert layout.runs[1].backward.offsets == (MIB,)
+    held = list(outside_in_order(runs, order, 0, held=[0]))
+    assert not passed_on(runs, held)
+    assert arrange(runs, order, "cuda", outside=held).layout.runs[0].forward.offsets == (None,)
 
 
 @settings(deadline=None)

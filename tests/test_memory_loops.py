@@ -270,7 +270,7 @@ def test_graphs_stand_in_for_what_is_compiled_between_eager_code() -> None:
         model, like = _model(), torch.empty((), device="cuda")
         graph = LoopGraph(_events(), ("", "", ""), (like,))
         with on_device(model, (), recorder):
-            [loss] = runs_as(graph, 1, recorder, Arena(recorder, 0))(7, *model.parameters())
+            [loss] = runs_as(lambda: graph, 1, recorder, Arena(recorder, 0))(7, *model.parameters())
             torch.autograd.backward(loss * 2)
             gradients = [one.grad for one in model.parameters()]
             assert all(one is not None and one.shape == (WIDTH, WIDTH) for one in gradients)

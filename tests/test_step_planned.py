@@ -234,6 +234,29 @@ def test_graphs_of_one_step_keep_the_budget_together(
         assert measured == predicted
 
 
+@pytest.mark.filterwarnings("ignore::fxremat.PromiseBroken")
+@pytest.mark.filterwarnings("ignore::fxremat.BudgetExceeded")
+def test_gradients_that_live_on_are_planned_for_by_all_graphs() -> None:
+    """From the step on that first begins with some: then they count, and new ones beside them."""
+    case = two_breaks()
+    budget = case.plain[1] * 105 // 100
+    case.compile(budget)
+    case.forget_gradients()
+    for _ in range(4):  # micro-batches
+        case.run(case.functions, case.given)
+    expected = [4 * gradient for gradient in case.plain[0] if gradient is not None]
+    torch.testing.assert_close([p.grad for p in case.models[0].parameters()], expected)
+    held = (*case.models, *case.given)
+
+    def accumulate() -> None:
+        case.run(case.functions, case.given)
+
+    measured = fxremat.measure_peak(accumulate, held=held).peak_bytes
+    predicted = fxremat.reports()[-1].step_peak_bytes
+    assert predicted is not None
+    assert measured <= predicted <= budget
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::fxremat.PromiseBroken")
 def test_asking_for_the_least_that_is_named_ends() -> None:

@@ -141,17 +141,14 @@ def planned_together(
     beside: int,
     gradients_stay: bool,
 ) -> list[Report]:
-    """The graphs of a model under one budget. Raises `InfeasibleBudget` where that is refused.
-
-    What is ``beside``, and gradients that stay, are planned for where it is one graph.
-    """
+    """The graphs of a model under one budget. Raises `InfeasibleBudget` where that is refused."""
     if len(graphs) == 1:
         only, stay = graphs[0], gradients_stay
         return [only.planned(options, beside=beside, gradients_stay=stay)]
     parsed = parse_options(options, device_total_bytes=total_bytes(CUDA))
     given = [(copy_module(one.dynamo_graph), one.examples) for one in graphs]
     with session.separate():
-        reports = plan_in_order(given, parsed)
+        reports = plan_in_order(given, parsed, neighbours=beside, gradients_stay=gradients_stay)
     if len(reports) < len(graphs):
         raise ValueError("a graph of several has no backward; such models are not judged yet")
     return list(reports)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -19,6 +20,7 @@ from fxremat.cost.cards import Card, absent_card
 from fxremat.cost.cuda_scratch import cublas_workspace
 from fxremat.memory.allocator.settings import AllocatorSettings
 from fxremat.memory.common_pool import CommonPool
+from fxremat.memory.composed_steps import outside_in_order
 from fxremat.memory.layout import arrange
 from fxremat.memory.loop.recorder import Libraries, LoopRecord, LoopRecorder
 from fxremat.memory.loop.replay import LoopUsage, replay_loop
@@ -116,10 +118,10 @@ class Judge:
         if "evaluation" in _graphs_of(loop):
             plain = self._plain("evaluation")
             graphs["evaluation"] = tuple(replace(one, layout=RunLayout()) for one in plain)
-        # Where gradients live, the first plan runs once, when there are no states.
-        stays = reports.get(STAY)
+        # Of micro-batches, only the first runs as planned first, and none steps an optimizer then.
+        stays = reports.get(STAY) if loop == "accumulate4" else None
         last = stays or [one for found in reports.values() for one in found]
-        promised = [one.predicted_reserved_bytes or 0 for one in last]
+        promised = [one.step_peak_bytes or one.predicted_reserved_bytes or 0 for one in last]
         least = [one.minimum_peak_bytes for one in last]
         known = [one for one in least if one is not None]
         return Promise(max(promised), max(known, default=None), graphs, arena, pool, in_turn)
@@ -226,27 +228,41 @@ class Several(nn.Module):
         self,
         model: nn.Module,
         recorder: LoopRecorder,
-        name_of: Callable[[Sequence[Any], bool], str],
+        name_of: Callable[[Sequence[Any], bool, bool], str],
         graphs: dict[str, Graphs],
         arena: Arena,
     ) -> None:
         super().__init__()
-        self.name_of, self.name = name_of, ""
+        self.name_of, self.name, self.arena = name_of, "", arena
+        self.graphs = graphs
+        self.own: Any = model
+        """As it is without Dynamo."""
         left = {
-            name: iter([x for one in several for x in (*[None] * one.before, one)])
+            name: iter([x for k, one in enumerate(several) for x in (*[None] * one.before, k)])
             for name, several in graphs.items()
         }
 
         def backend(gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
-            graph, outputs = next(left[self.name], None), gm.graph.output_node().args[0]
+            number, outputs = next(left[self.name], None), gm.graph.output_node().args[0]
             assert isinstance(outputs, (list, tuple))
-            return gm if graph is None else runs_as(graph, len(outputs), recorder, arena)
+            if number is None:
+                return gm
+            return runs_as(lambda: self.graphs[self.name][number], len(outputs), recorder, arena)
 
         self.model: Any = torch.compile(model, backend=backend, dynamic=False)
 
     def forward(self, *inputs: Any) -> Any:
-        self.name = self.name_of(inputs, torch.is_grad_enabled())
-        return self.model(*inputs)
+        weights, training = list(self.own.parameters()), torch.is_grad_enabled()
+        living = any(one.grad is not None for one in weights)
+        before, self.name = self.name, self.name_of(inputs, training, living)
+        if training:
+            self.arena.begin(self.graphs[self.name], weights)
+        else:
+            self.arena.lend()
+        result = self.model(*inputs)
+        if before != self.name:
+            gc.collect()  # frames that Dynamo has compiled leave cycles, which hold results
+        return result
 
 
 def _are_several(graphs: dict[str, Graphs]) -> bool:
@@ -264,7 +280,9 @@ def _events(report: Report) -> RunEvents:
 
 def _placed(reports: list[Report]) -> StepLayout:
     """The addresses of graphs that run forward in this order, and backward in turn."""
-    return arrange([*map(_events, reports)], last_first(len(reports)), "cuda").layout
+    runs, order = [*map(_events, reports)], last_first(len(reports))
+    outside = list(outside_in_order(runs, order, 0, held=[len(runs) - 1]))
+    return arrange(runs, order, "cuda", outside=outside).layout
 
 
 def _card() -> Card:

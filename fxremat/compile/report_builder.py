@@ -140,7 +140,7 @@ def _memory(
         own=OwnPools() if reserved is None else reserved.own,
         tuning_bytes=request.budget.autotune,
         host_peak_bytes=replay(problem, plan.steps).host_peak_bytes,
-        count=request.budget.metric,
+        count="allocated" if request.budget.counted_allocator is None else "reserved",
     )
 
 

@@ -39,10 +39,11 @@ class Budget:
     Of ``limit`` bytes, ``held`` belong to other graphs of the model and to what no graph sees,
     ``between`` to what runs between this graph's forward and its backward, and ``autotune`` to the
     first step, in which kernels are tuned. The graph should make do with ``soft_limit`` if it can,
-    because more graphs follow. ``metric`` says which bytes of torch's allocator count.
+    as the part of a step that was chosen so. ``metric`` says which bytes of the allocator count.
     ``allocator`` holds its settings; None where the device has no such allocator, or one whose
     settings are not modelled. Of ``held``, ``coming`` are to come that nobody sees yet. When no
-    graph runs and the optimizer steps, ``optimizer_step`` bytes are there: no budget is less.
+    graph runs and the optimizer steps, ``optimizer_step`` bytes are there: no budget is less. A
+    ``part`` of a step is planned in allocated bytes: reserved ones are known of the whole step.
     """
 
     limit: int | None = None
@@ -54,6 +55,7 @@ class Budget:
     allocator: AllocatorSettings | None = None
     coming: int = 0
     optimizer_step: int = 0
+    part: bool = False
 
     @property
     def own(self) -> int | None:
@@ -81,7 +83,7 @@ class Budget:
     @property
     def counted_allocator(self) -> AllocatorSettings | None:
         """The allocator's settings where reserved bytes count; None where allocated ones do."""
-        return self.allocator if self.metric == "reserved" else None
+        return self.allocator if self.metric == "reserved" and not self.part else None
 
     @property
     def target(self) -> int | None:
@@ -216,7 +218,7 @@ def request_for(
         others = pool.others + neighbours * (card is not None) + (options.reserve or 0)
         pool = replace(pool, others=others)
         held, tuning = pool.reserved(allocator), 0
-        held -= _size_of_inputs(inputs, device_of_inputs(inputs))
+        held -= size_of_inputs(inputs, device_of_inputs(inputs))
     request = Request(
         Budget(
             limit=budget,
@@ -421,10 +423,10 @@ def _size_of_tuning(options: Options, device: torch.device, card: Card | None) -
 
 def unseen_bytes(inputs: Sequence[Any], device: torch.device) -> int:
     """Bytes that are allocated now on CUDA, and are no inputs; with those of cuBLAS."""
-    return max(0, torch.cuda.memory_allocated(device) - _size_of_inputs(inputs, device))
+    return max(0, torch.cuda.memory_allocated(device) - size_of_inputs(inputs, device))
 
 
-def _size_of_inputs(inputs: Sequence[Any], device: torch.device) -> int:
+def size_of_inputs(inputs: Iterable[Any], device: torch.device) -> int:
     """Of the storages of inputs, what the graph counts: from first to last elements."""
     storages: dict[int, int] = {}
     whole: dict[int, int] = {}

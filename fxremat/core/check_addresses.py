@@ -6,8 +6,9 @@ buffer with all that is alive when it is placed. They know the nouns only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import combinations
+from types import MappingProxyType
 from typing import Literal
 
 from fxremat.core.addresses import Buffer, Placement
@@ -79,20 +80,27 @@ Extent = tuple[int, int]
 
 
 def check_layout(
-    runs: Sequence[RunEvents], order: Order, layout: StepLayout, alignment_bytes: int
+    runs: Sequence[RunEvents],
+    order: Order,
+    layout: StepLayout,
+    alignment_bytes: int,
+    passed_on: Mapping[tuple[int, str], Collection[int]] = MappingProxyType({}),
 ) -> None:
     """Raises `BadPlacement` for the first rule that the layout breaks.
 
     What a run places is no result, and no gradient of an input of its own. It is aligned, lies in
-    the arena, and shares no byte with what is alive then, of any run.
+    the arena, and shares no byte with what is alive then, of any run. Results that are
+    ``passed_on`` may be placed; they are alive until all runs that hold them have gone backward.
     """
     live: dict[tuple[int, str], Extent] = {}
+    waiting = {block: {*holders} for block, holders in passed_on.items()}
     for run, phase in order:
         one, mine = runs[run], layout.runs[run]
         half = mine.forward if phase == "forward" else mine.backward
         places = _places(half)
         for name in places:
-            _check_is_own(one, name)
+            if (run, name) not in passed_on:
+                _check_is_own(one, name)
         for event in one.forward if phase == "forward" else one.backward:
             if isinstance(event, Allocate) and event.name in places:
                 offset = places[event.name]
@@ -103,8 +111,12 @@ def check_layout(
                         detail = f"run {run} places it over what run {other} has there"
                         raise BadPlacement("overlap", (event.name, name), detail)
                 live[run, event.name] = extent
-            elif isinstance(event, Free):
+            elif isinstance(event, Free) and (run, event.name) not in waiting:
                 live.pop((run, event.name), None)
+        for block, holders in waiting.items() if phase == "backward" else ():
+            holders.discard(run)
+            if not holders:
+                live.pop(block, None)
 
 
 def _places(half: HalfLayout) -> dict[str, int]:

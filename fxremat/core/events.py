@@ -98,11 +98,15 @@ class Forward:
 
 @dataclass(frozen=True)
 class Backward:
-    """A run goes backward: names of the gradients that come in, and what it gives."""
+    """A run goes backward: names of the gradients that come in, and what it gives.
+
+    If they are ``passed``, nobody but the run holds what comes in from then on.
+    """
 
     run: int
     incoming: tuple[str, ...] = ()
     gradients: tuple[Allocate, ...] = ()
+    passed: bool = False
 
 
 Outside = Allocate | Free | Forward | Backward

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 
 from fxremat.core.events import Allocate, Backward, Event, Forward, Free, Outside, RunEvents
 from fxremat.core.step import Order
+from fxremat.memory.gradients_that_stay import seconds
 
 
 def composed(
@@ -31,6 +32,13 @@ def composed(
 
     Raises `ValueError` for a block that is used or freed outside and is not there.
     """
+    return composed_with_seconds(outside, version_of)[0]
+
+
+def composed_with_seconds(
+    outside: Iterable[Outside], version_of: Callable[[int], RunEvents]
+) -> tuple[tuple[Event, ...], dict[str, str]]:
+    """The same, and the second gradient beside each one that stays (`seconds`), by their names."""
     composer = _Composer()
     for event in outside:
         match event:
@@ -43,7 +51,7 @@ def composed(
                 composer.forward(event, version_of(event.run))
             case Backward():
                 composer.backward(event, version_of(event.run))
-    return tuple(composer.events)
+    return tuple(composer.events), composer.second
 
 
 def paired(wanted: Sequence[int], offered: Sequence[int]) -> list[int | None]:
@@ -73,6 +81,7 @@ class _Composer:
     """Blocks by the names that the outside has for them."""
     waiting: dict[int, dict[str, str]] = field(default_factory=dict)
     """Of each run that waits: blocks by the names that its version has for them."""
+    second: dict[str, str] = field(default_factory=dict)
 
     def allocate(self, nbytes: int, name: str = "0", stream: int = 0) -> str:
         """A block with one holder."""
@@ -153,9 +162,12 @@ class _Composer:
         found = paired(sizes, [self.size_of[block] for block in there])
         for (name, nbytes), place in zip(version.incoming, found, strict=True):
             own[name] = self.allocate(nbytes) if place is None else self.hold(there[place])
+        for name in marker.incoming if marker.passed else ():
+            self.let_go(self.outside.pop(name))
         self.play(version.backward, own)
         names = dict.fromkeys(one.gradient for one in version.inputs)
         self.hand_over(marker.gradients, [own[n] for n in names if n is not None])
+        self.second |= {own[name]: own[other] for name, other in seconds(version).items()}
         for block in own.values():
             self.let_go(block)
 
@@ -208,36 +220,72 @@ def outside_in_order(
 ) -> Iterator[Outside]:  # fmt: skip
     """A step in which nothing is known but the order of runs, and who holds their results.
 
-    ``held_bytes`` are there all the time. Results of the runs in ``kept`` are held until these go
-    backward, those in ``held`` to the end. Gradients of inputs that no run has of its own stay.
+    ``held_bytes`` are there all the time. Each run is given what one before it gave, where that is
+    as large; so are the gradients. Results of the runs in ``kept`` are held until these go
+    backward, those in ``held`` to the end, and others as long as a run that comes may be given
+    them. Gradients of inputs that no run has of its own stay.
     """
     yield Allocate("held", held_bytes)
     names, results = (f"{k}" for k in itertools.count()), dict[int, list[Allocate]]()
-    for run, phase in order:
-        sizes, version = runs[run].sizes(), runs[run]
+    gradients, keep = list[Allocate](), {*kept, *held}
+    for k, (run, phase) in enumerate(order):
+        version, sizes = runs[run], runs[run].sizes()
+        there = [one for other in reversed(results) for one in results[other]]
         if phase == "forward":
-            given = dict.fromkeys(version.results) if run in {*kept, *held} else {}
-            results[run] = [Allocate(next(names), sizes[name]) for name in given]
-            yield Forward(run, (), tuple(results[run]))
-            continue
-        stay = dict.fromkeys(x.gradient for x in version.inputs if not x.own)
-        yield Backward(
-            run, (), tuple(Allocate(next(names), sizes[one]) for one in stay if one is not None)
-        )
-        if run not in held:
-            yield from (Free(one.name) for one in results.pop(run, []))
+            given = yield from _found([x.nbytes for x in version.inputs if x.own], there, names)
+            own = iter(given)
+            inputs = [next(own).name if one.own else "held" for one in version.inputs]
+            results[run] = [Allocate(next(names), sizes[n]) for n in dict.fromkeys(version.results)]
+            yield Forward(run, tuple(inputs), tuple(results[run]))
+            yield from (Free(one.name) for one in given if one not in there)
+            yield from _let_go(results, keep, _wanted_from(runs, order[k + 1 :]), given)
+        else:
+            incoming = yield from _found([n for _, n in version.incoming], gradients, names)
+            of_own = {one.gradient: one.own for one in version.inputs if one.gradient is not None}
+            new = {name: Allocate(next(names), sizes[name]) for name in of_own}
+            coming = tuple(one.name for one in incoming)
+            yield Backward(run, coming, tuple(new.values()), passed=True)
+            gradients = [one for one in gradients if one not in incoming]
+            gradients += [one for name, one in new.items() if of_own[name]]
+            if run not in held:
+                yield from (Free(one.name) for one in results.pop(run, []))
+
+
+def _wanted_from(runs: Sequence[RunEvents], order: Order) -> set[int]:
+    """Sizes of what runs that come before the next backward are given."""
+    coming = itertools.takewhile(lambda one: one[1] == "forward", order)
+    return {one.nbytes for run, _ in coming for one in runs[run].inputs if one.own}
+
+
+def _let_go(
+    results: dict[int, list[Allocate]],
+    keep: Collection[int],
+    wanted: Collection[int],
+    given: Collection[Allocate],
+) -> Iterator[Free]:
+    """Free results that a run was ``given``, and those of a size that no run wants any more."""
+    for run in [one for one in results if one not in keep]:
+        gone = [one for one in results[run] if one in given or one.nbytes not in wanted]
+        results[run] = [one for one in results[run] if one not in gone]
+        yield from (Free(one.name) for one in gone)
+
+
+def _found(
+    wanted: Sequence[int], there: Sequence[Allocate], names: Iterator[str]
+) -> Generator[Outside, None, list[Allocate]]:
+    """For each size one that is there, or a new one."""
+    given = []
+    for size, at in zip(wanted, paired(wanted, [one.nbytes for one in there]), strict=True):
+        given.append(Allocate(next(names), size) if at is None else there[at])
+        if at is None:
+            yield given[-1]
+    return given
 
 
 def _next(
     wanted: Sequence[int], made: Sequence[Allocate], names: Iterator[str]
 ) -> Generator[Outside, None, list[Allocate]]:
     """What the next run is given: what was made where it is as large; what is left is freed."""
-    found = paired(wanted, [one.nbytes for one in made])
-    taken = {place for place in found if place is not None}
+    taken = {*paired(wanted, [one.nbytes for one in made])}
     yield from (Free(one.name) for k, one in enumerate(made) if k not in taken)
-    given = []
-    for size, place in zip(wanted, found, strict=True):
-        given.append(Allocate(next(names), size) if place is None else made[place])
-        if place is None:
-            yield given[-1]
-    return given
+    return (yield from _found(wanted, made, names))

@@ -8,7 +8,9 @@ All runs of a step share one arena. Time is the sequence of their events:
     run 0 backward  + c  - saved  - c
 
 Outside of the arena lie what library calls return and their scratch, results that the caller gets,
-and gradients of inputs that are no parameters: nobody knows how long these live.
+and gradients of inputs that are no parameters: nobody knows how long these live. A result that is
+known to be given to the next graph, which saves it, and to nobody else is placed on a GPU: its
+bytes are given to others where no half begins while it may be held.
 
 The arena is held for the whole step. What lies outside comes in addition, at its own peak: on a
 GPU in a private pool, whose first segment is chosen by replay, and what is least in all is taken.
@@ -18,19 +20,32 @@ of what is alive.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeGuard
 
 from fxremat.core.addresses import Buffer, Placement
 from fxremat.core.constants import FIRST_SEGMENTS, LITTLE_UNUSED, PARTS_OUTSIDE, REPAIRS
-from fxremat.core.events import Allocate, Event, Free, RunEvents
+from fxremat.core.events import Allocate, Backward, Event, Forward, Free, Outside, RunEvents
 from fxremat.core.layout import CodeBuffer, HalfLayout, RunLayout, StepLayout
 from fxremat.core.step import Order
 from fxremat.memory.allocator.caching import replay
 from fxremat.memory.allocator.rules import SEGMENT_STEP_BYTES, SMALL_SEGMENT_BYTES, round_up
 from fxremat.memory.allocator.settings import AllocatorSettings
+from fxremat.memory.composed_steps import composed_with_seconds
+from fxremat.memory.gradients_that_stay import (
+    loop_of,
+    seconds,
+    staying,
+    with_second_gradients,
+    without,
+)
 from fxremat.planner.addresses import place
 from fxremat.planner.partial_arena import PartialArena
+
+OWN_POOL, ARENA = 1, 2
+"""Streams that stand for the graphs' own pool, and for what lies in the arena."""
 
 Block = tuple[int, str]
 """The number of a run, and the name of one of its blocks."""
@@ -67,11 +82,6 @@ class Arranged:
         )
 
 
-def without(events: Sequence[Event], names: Collection[str]) -> tuple[Event, ...]:
-    """The events but those of the blocks of these names."""
-    return tuple(e for e in events if not (isinstance(e, (Allocate, Free)) and e.name in names))
-
-
 def arrange(
     runs: Sequence[RunEvents],
     order: Order,
@@ -79,16 +89,26 @@ def arrange(
     *,
     settings: AllocatorSettings | None = None,
     thorough: bool = False,
+    outside: Sequence[Outside] = (),
 ) -> Arranged:
     """Places what the code of these runs asks for, where they go forward and backward in order.
 
     ``device`` is its type, such as "cuda"; there a private pool with these ``settings`` has what
     lies outside. What never runs is not placed. ``thorough`` takes longer, and leaves less unused.
+    What is known of several runs to happen ``outside`` says who holds what one gives to another.
     """
+    asked = runs
     if device != "cpu":  # there what lies outside costs nothing but its bytes
         runs = [replace(x, backward=tuple(with_second_gradients(x.backward, x))) for x in runs]
     lives = _lives(runs, order, ALIGNMENT_BYTES[device])
     own = {(run, name) for run, one in enumerate(runs) for name in may_be_placed(one)}
+    passed = {} if device == "cpu" else passed_on(runs, outside)
+    ended = _ends(runs, order) if passed else {}
+    for (run, name), holders in passed.items():
+        if name in code_blocks(runs[run]):
+            own.add((run, name))
+            end = max(ended.get((one, "backward"), sys.maxsize) for one in holders)
+            lives[run, name] = replace(lives[run, name], end=end)
     stay = {(run, name) for run, one in enumerate(runs) for name in staying(one)} & lives.keys()
     if device == "cpu":
         own -= stay
@@ -109,11 +129,18 @@ def arrange(
     if device == "cpu":
         return arranged(_within_peak(PartialArena(buffers, rest, 1), thorough))
     second = {_name(k, a): _name(k, b) for k, x in enumerate(runs) for a, b in seconds(x).items()}
+
+    def loop(one: Arranged) -> list[Event]:
+        """What the private pool is asked for."""
+        if len(runs) > 1 and outside:
+            events, seconds_of = asked_of_pools(asked, one.placed, outside)
+            return loop_of(list(_of_own_pool(events)), seconds_of)
+        return loop_of([*_named(in_sequence(one.outside(runs), order))], second)
+
     arena, best = PartialArena(buffers, rest, ALIGNMENT_BYTES[device]), list[Arranged]()
     for placement in _placements(arena, thorough):
         one = arranged(placement)
-        outside = [*_named(in_sequence(one.outside(runs), order))]
-        segment, reserved = least_pool(loop_of(outside, second), settings)
+        segment, reserved = least_pool(loop(one), settings)
         layout = replace(one.layout, pool_bytes=segment)
         best.append(replace(one, layout=layout, reserved_bytes=layout.arena_bytes + reserved))
         if best[-1].reserved_bytes <= (1 + LITTLE_UNUSED) * arena.peak_bytes + SMALL_SEGMENT_BYTES:
@@ -121,53 +148,55 @@ def arrange(
     return min(best, key=lambda one: one.reserved_bytes)
 
 
-def staying(run: RunEvents) -> frozenset[str]:
-    """The gradients of a run that live on under the next forward."""
-    names = (one.gradient for one in run.inputs if run.gradients_stay and not one.own)
-    return frozenset(name for name in names if name is not None)
+def asked_of_pools(
+    runs: Sequence[RunEvents], placed: Sequence[Collection[str]], outside: Sequence[Outside]
+) -> tuple[list[Event], dict[str, str]]:
+    """What a step asks of the pools, beside what is ``placed`` of each run.
 
-
-def seconds(run: RunEvents) -> dict[str, str]:
-    """Names, which no block of the run has, for second ones of the gradients that stay."""
-    return {name: f"{10**9 + k}" for k, name in enumerate(sorted(staying(run)))}
-
-
-def with_second_gradients(events: Iterable[Event], run: RunEvents) -> Iterator[Event]:
-    """The events of a backward in which the gradients of an earlier one are there still.
-
-    Those have their places, so that each new one lies outside, too, until autograd has added it.
+    With that, the second gradient beside each one that stays, by their names.
     """
-    second = seconds(run)
+    marked = [_marked(run, names) for run, names in zip(runs, placed, strict=True)]
+    events, second = composed_with_seconds(outside, marked.__getitem__)
+    return without_arena(events), second
+
+
+def _marked(run: RunEvents, placed: Collection[str]) -> RunEvents:
+    """The run, whose blocks say whether they lie in the arena or in the graphs' own pool."""
+    forward = tuple(where(event, placed) for event in run.forward)
+    there = with_second_gradients(run.backward, run)
+    return replace(run, forward=forward, backward=tuple(where(event, placed) for event in there))
+
+
+def where(event: Event, placed: Collection[str]) -> Event:
+    """The event of a run, with the stream that stands for the place of its block."""
+    if isinstance(event, Allocate) and not is_resident(event):
+        return replace(event, stream=ARENA if event.name in placed else OWN_POOL)
+    return event
+
+
+def without_arena(events: Iterable[Event]) -> list[Event]:
+    """What the pools are asked for."""
+    there, placed = list[Event](), set[str]()
     for event in events:
-        yield event
-        if isinstance(event, Allocate) and event.name in second:
-            yield Allocate(second[event.name], event.nbytes)
+        if isinstance(event, Allocate) and event.stream == ARENA:
+            placed.add(event.name)
+        elif not (isinstance(event, Free) and event.name in placed):
+            there.append(event)
+    return there
 
 
-def loop_of(step: Sequence[Event], second: Mapping[str, str]) -> list[Event]:
-    """What a pool is asked for in a loop of these steps, at whose ends all is freed.
-
-    Where gradients stay (``second`` has the names of those that are added to them), they come from
-    an earlier plan, so that the first step begins with them. Then a step begins without any, and
-    the next one adds to those that it leaves.
-    """
-    there = [event for event in step if isinstance(event, Allocate) and event.name in second]
-    ends, adds = [Free(one.name) for one in there], _step_without(step, second)
-    begins = _step_without(step, set(second.values()), stays=second)
-    return [*there, *adds, *ends, *begins, *adds, *ends] if there else [*adds, *adds]
+def is_resident(event: Event) -> TypeGuard[Allocate]:
+    """Whether it is there all the time: its name is no number."""
+    return isinstance(event, Allocate) and not event.name.isdigit()
 
 
-def _step_without(
-    step: Sequence[Event], missing: Collection[str], stays: Collection[str] = ()
-) -> list[Event]:
-    """The events but those of what is ``missing``; in the end all is freed that does not stay."""
-    left, found = dict[str, None](), list(without(step, missing))
-    for event in found:
-        if isinstance(event, Allocate):
-            left[event.name] = None
-        elif isinstance(event, Free):
-            del left[event.name]
-    return [*found, *(Free(name) for name in left if name not in stays)]
+def _of_own_pool(events: Iterable[Event]) -> Iterator[Event]:
+    own = set[str]()
+    for event in events:
+        if isinstance(event, Allocate) and event.stream == OWN_POOL:
+            own.add(event.name)
+        if isinstance(event, (Allocate, Free)) and event.name in own:
+            yield event
 
 
 def _placements(arena: PartialArena, thorough: bool) -> Iterator[Placement]:
@@ -214,9 +243,47 @@ def _name(run: int, block: str) -> str:
 def may_be_placed(run: RunEvents) -> frozenset[str]:
     """The blocks that the code of a run asks for itself, and whose end is known."""
     gradients_of_own = {one.gradient for one in run.inputs if one.own}
-    asked = {one.block for one in (*run.forward_buffers, *run.backward_buffers)}
     given = {*run.results, *gradients_of_own, *(name for name, _ in run.incoming)}
-    return frozenset(name for name in asked - given if name is not None)
+    return frozenset(name for name in code_blocks(run) - given if name is not None)
+
+
+def code_blocks(run: RunEvents) -> frozenset[str | None]:
+    """The blocks that the code of a run asks for itself."""
+    return frozenset(one.block for one in (*run.forward_buffers, *run.backward_buffers))
+
+
+def passed_on(runs: Sequence[RunEvents], outside: Sequence[Outside]) -> dict[Block, set[int]]:
+    """Results that only runs hold when the first backward begins; and those runs.
+
+    Each of them is given to a run that saves it.
+    """
+    made, holders = dict[str, Block](), dict[Block, set[int]]()
+    for event in outside:
+        match event:
+            case Forward(run, inputs, results):
+                for name, given in zip(inputs, runs[run].inputs, strict=False):
+                    if name in made and given.again:
+                        holders.setdefault(made[name], set()).add(run)
+                names = dict.fromkeys(runs[run].results)
+                made |= {x.name: (run, name) for x, name in zip(results, names, strict=False)}
+            case Free(name):
+                made.pop(name, None)
+            case Backward():
+                break
+    alone = {block: runs_of for block, runs_of in holders.items() if block not in made.values()}
+    return {
+        (run, name): more | ({run} if name in runs[run].again else set())
+        for (run, name), more in alone.items()
+    }
+
+
+def _ends(runs: Sequence[RunEvents], order: Order) -> dict[tuple[int, str], int]:
+    """When each half has ended, on the clock of `_lives`."""
+    ended, clock = dict[tuple[int, str], int](), 0
+    for run, phase in order:
+        clock += sum(1 for _ in in_sequence(runs, [(run, phase)]))
+        ended[run, phase] = clock
+    return ended
 
 
 def in_sequence(runs: Sequence[RunEvents], order: Order) -> Iterator[tuple[int, Event]]:

@@ -8,10 +8,10 @@ stream to another, so the graphs' own pool is a stream of its own there.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import count
-from typing import TypeGuard
+from types import MappingProxyType
 
 from fxremat.core.events import Allocate, Backward, Event, Forward, Free, Outside, RunEvents
 from fxremat.core.layout import OwnPools, StepLayout
@@ -19,11 +19,16 @@ from fxremat.core.step import Order
 from fxremat.memory.allocator.caching import Usage, replay
 from fxremat.memory.allocator.rules import SEGMENT_STEP_BYTES, round_up
 from fxremat.memory.allocator.settings import AllocatorSettings
-from fxremat.memory.composed_steps import composed
-from fxremat.memory.layout import arrange, loop_of, seconds, with_second_gradients
+from fxremat.memory.gradients_that_stay import loop_of, seconds, with_second_gradients
+from fxremat.memory.layout import (
+    OWN_POOL,
+    arrange,
+    asked_of_pools,
+    is_resident,
+    where,
+    without_arena,
+)
 
-OWN_POOL, ARENA = 1, 2
-"""Streams that stand for the graphs' own pool, and for what lies in the arena."""
 ALONE: Order = ((0, "forward"), (0, "backward"))
 """The order of a step in which one graph runs, and runs once."""
 
@@ -58,18 +63,20 @@ def reserved(
     settings: AllocatorSettings,
     held_bytes: int,
     pool_bytes: int = 0,
+    second: Mapping[str, str] = MappingProxyType({}),
 ) -> Usage:
     """What the pools reserve for two steps, one after the other.
 
     ``events`` are of one step; what is resident has a name that is no number, and comes first. What
     a step leaves, as gradients, is freed before the next one. ``held_bytes`` lie beside it, in one
-    block. The graphs' own pool begins with a segment of ``pool_bytes``. What the allocator has
-    taken it keeps: it never runs out.
+    block. The graphs' own pool begins with a segment of ``pool_bytes``. Beside gradients that stay
+    there are ``second`` ones, by their names. What the allocator has taken it keeps: it never runs
+    out.
     """
-    step = [event for event in events if not _is_resident(event)]
-    resident = [event for event in events if _is_resident(event)]
+    step = [event for event in events if not is_resident(event)]
+    resident = [event for event in events if is_resident(event)]
     held = Allocate("held beside", held_bytes)
-    return _pools([held, *resident, *loop_of(step, {})], settings, pool_bytes)
+    return _pools([held, *resident, *loop_of(step, second)], settings, pool_bytes)
 
 
 def reserved_by_run(
@@ -84,9 +91,9 @@ def reserved_by_run(
     """
     found = arrange([run], ALONE, "cuda", settings=settings)
     there = with_second_gradients(events, run)
-    marked = [_where(event, found.placed[0]) for event in there if not _is_resident(event)]
-    beside = held_bytes + sum(event.nbytes for event in events if _is_resident(event))
-    loop = loop_of(_without_arena(marked), seconds(run))
+    marked = [where(event, found.placed[0]) for event in there if not is_resident(event)]
+    beside = held_bytes + sum(event.nbytes for event in events if is_resident(event))
+    loop = loop_of(without_arena(marked), seconds(run))
     pools = _pools(loop, settings, found.layout.pool_bytes)
     return Reserved(pools, found.layout, beside, _asked(loop))
 
@@ -135,10 +142,10 @@ def reserved_by_step(
     runs: Sequence[RunEvents], outside: Sequence[Outside], settings: AllocatorSettings
 ) -> Reserved:
     """What a step of several runs reserves; ``outside`` are the events between them."""
-    found = arrange(runs, order_of(outside), "cuda", settings=settings)
-    marked = [_marked(run, placed) for run, placed in zip(runs, found.placed, strict=True)]
-    step = _without_arena(composed(outside, marked.__getitem__))
-    return Reserved(reserved(step, settings, 0, found.layout.pool_bytes), found.layout)
+    found = arrange(runs, order_of(outside), "cuda", settings=settings, outside=outside)
+    events, second = asked_of_pools(runs, found.placed, outside)
+    pools = reserved(events, settings, 0, found.layout.pool_bytes, second)
+    return Reserved(pools, found.layout)
 
 
 def order_of(outside: Iterable[Outside]) -> Order:
@@ -148,31 +155,3 @@ def order_of(outside: Iterable[Outside]) -> Order:
         for event in outside
         if isinstance(event, (Forward, Backward))
     ]
-
-
-def _marked(run: RunEvents, placed: Collection[str]) -> RunEvents:
-    """The run, whose blocks say whether they lie in the arena or in the graphs' own pool."""
-    forward = tuple(_where(event, placed) for event in run.forward)
-    backward = tuple(_where(event, placed) for event in run.backward)
-    return replace(run, forward=forward, backward=backward)
-
-
-def _where(event: Event, placed: Collection[str]) -> Event:
-    if isinstance(event, Allocate) and not _is_resident(event):
-        return replace(event, stream=ARENA if event.name in placed else OWN_POOL)
-    return event
-
-
-def _without_arena(events: Iterable[Event]) -> list[Event]:
-    """What the pools are asked for."""
-    there, placed = list[Event](), set[str]()
-    for event in events:
-        if isinstance(event, Allocate) and event.stream == ARENA:
-            placed.add(event.name)
-        elif not (isinstance(event, Free) and event.name in placed):
-            there.append(event)
-    return there
-
-
-def _is_resident(event: Event) -> TypeGuard[Allocate]:
-    return isinstance(event, Allocate) and not event.name.isdigit()

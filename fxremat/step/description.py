@@ -94,7 +94,9 @@ class StepDescription:
             runs = self._events(self.fixed)
             if runs is None or self.outside is None:
                 return None
-            self.layouts[key] = arrange(runs, order_of(self.outside(runs)), device).layout
+            outside = list(self.outside(runs))
+            found = arrange(runs, order_of(outside), device, outside=outside)
+            self.layouts[key] = found.layout
         return self.layouts[key]
 
     def offer(self, part: int, offers: Iterable[Offer]) -> None:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
@@ -21,13 +22,15 @@ from fxremat.compile import session
 from fxremat.compile.draft import Draft
 from fxremat.compile.driver import (
     compile_graph,
+    generating,
+    patches_for,
     patches_with_partitioner,
     report_key,
     reporting,
     total_bytes,
     traced,
 )
-from fxremat.compile.partitioner import Partitioner
+from fxremat.compile.partitioner import Partitioner, draft_of, plan_graph
 from fxremat.compile.ranks import see_same_plan
 from fxremat.compile.request import Request, device_of_inputs, request_for
 from fxremat.compile.tracing import Ended
@@ -55,6 +58,10 @@ class CompiledVersion:
     report: Report | None
 
 
+Joint = tuple[fx.GraphModule, Any, Mapping[str, Any]]
+"""A joint graph with its inputs, and what else a partitioner is given."""
+
+
 @dataclass
 class Graph:
     """A graph that Dynamo gave us, and how it is to be compiled; ``ranks`` run it together."""
@@ -67,6 +74,8 @@ class Graph:
     ranks: tuple[int, ...] = ()
     study: session.Study | None = None
     """Told what the search found, where it is only planned."""
+    joint: Joint | None = None
+    """Its joint graph, once it was traced to plan it."""
 
     @property
     def device(self) -> torch.device:
@@ -118,9 +127,10 @@ class Graph:
         return request_for(self.inputs, self.options, around, neighbours, weights)
 
     def plan(self, request: Request) -> Report:
-        """Planned for the request, and not compiled."""
+        """Planned for the request, and not compiled. Raises `NoBackward`."""
         current = self._begun()
-        self._run_planned(request)
+        with self._drafted(request) as draft:
+            plan_graph(draft, request, current)
         assert current.report is not None
         return current.report
 
@@ -142,18 +152,27 @@ class Graph:
 
     def as_part(self, request: Request, count: int) -> Part:
         """The versions that it may take. Raises `NoBackward`."""
+        with self._drafted(request) as draft:
+            return part_on_all_ranks(draft, request, count)
 
-        def partition(module: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
-            static = tuple(kwargs.get("static_lifetime_input_indices") or ())
-            draft = Draft(module, kwargs["num_fwd_outputs"], static)
-            raise Ended(part_on_all_ranks(draft, request, count))
+    @contextmanager
+    def _drafted(self, request: Request) -> Iterator[Draft]:
+        """Inside, its joint graph can be planned. It is traced once. Raises `NoBackward`."""
+        module, inputs, asked = self.joint = self.joint or self._traced_joint(request)
+        patches = patches_for(self.options, request, self.mode, self.inputs)
+        with generating(module, patches):
+            yield draft_of(copy_module(module), inputs, True, dict(asked))
+
+    def _traced_joint(self, request: Request) -> Joint:
+        def partition(module: fx.GraphModule, joint_inputs: Any, **asked: Any) -> Any:
+            raise Ended((copy_module(module), joint_inputs, asked))
 
         try:
             self._trace(Partitioner(request, build()), partition)
         except Ended as ended:
-            part: Part = ended.result
             forget_frames(ended)
-            return part
+            joint: Joint = ended.result
+            return joint
         raise NoBackward
 
     def of_another(
@@ -233,6 +252,15 @@ class SharingGraph(Protocol):
     @property
     def reserve_bytes(self) -> int:
         """What the user holds back of the budget."""
+        ...
+
+    @property
+    def gradients_stay(self) -> bool:
+        """Whether it is planned for gradients that live on where a step begins."""
+        ...
+
+    def expect_gradients(self, living: Sequence[torch.Tensor]) -> None:
+        """Have it planned for these."""
         ...
 
     def is_complete(self) -> bool:

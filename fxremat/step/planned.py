@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,11 +13,18 @@ from torch import fx, nn
 from fxremat.compat.tensors import storage_key
 from fxremat.compile import session
 from fxremat.compile.constants import DRY_RUNS
-from fxremat.compile.request import Request
+from fxremat.compile.request import (
+    Request,
+    device_of_inputs,
+    for_inputs,
+    request_for,
+    size_of_inputs,
+)
 from fxremat.core.step import in_order, last_first
 from fxremat.errors import InfeasibleBudget, forget_frames
+from fxremat.memory.composed_steps import outside_in_order
+from fxremat.memory.reserved_bytes import Reserved
 from fxremat.options import Options
-from fxremat.passes.memory_estimation import nbytes
 from fxremat.planner import step_versions as planner
 from fxremat.report.report import Report
 from fxremat.step.description import StepDescription
@@ -36,55 +44,88 @@ class _Asked:
 
     def version(self, offer: Offer, limit_bytes: int) -> Report:
         """The graph planned as a version."""
-        return self.graph.plan(offer.asked(self.request.with_budget(limit=limit_bytes)))
+        return self.graph.plan(offer.asked(self.request.with_budget(limit=limit_bytes), whole=True))
 
     def beside(self, held_bytes: int, offer: Offer) -> Report:
-        """The graph planned as a version, where others hold so many bytes all the time."""
-        request = self.request.with_budget(held=held_bytes)
-        if request.budget.limit is not None:
-            request = request.with_budget(between=offer.between_bytes, soft_limit=offer.peak_bytes)
-        return self.graph.plan(request)
+        """The graph planned as a version, where others hold so many bytes all the time.
+
+        By itself it holds what it gives, and may take more than the step is to take.
+        """
+        request = self.request.with_budget(held=held_bytes, part=True)
+        limit = request.budget.limit
+        if limit is None:
+            return self.graph.plan(request)
+        most = max(limit, request.budget.beside + offer.most_bytes)
+        asked = request.with_budget(
+            limit=most, between=offer.between_bytes, soft_limit=offer.peak_bytes
+        )
+        report = self.graph.plan(asked)
+        return replace(report, memory=replace(report.memory, budget_bytes=limit))
 
 
 def plan_in_order(
-    graphs: Sequence[GraphAndInputs], options: Options, study: session.Study | None = None
+    graphs: Sequence[GraphAndInputs],
+    options: Options,
+    study: session.Study | None = None,
+    *,
+    neighbours: int = 0,
+    gradients_stay: bool = False,
 ) -> tuple[Report, ...]:
     """The plans of graphs that run forward one after the other, and backward in turn.
 
-    Graphs without a backward are left out. ``study`` is told what the search found for each. Raises
-    `InfeasibleBudget` with the least that all need together.
+    Graphs without a backward are left out. ``study`` is told what the search found for each. Others
+    hold ``neighbours`` bytes. Raises `InfeasibleBudget` with the least that all need together.
     """
-    asked = list(_asked(graphs, options, study))
+    shared = _given_from_outside(inputs for _, inputs in graphs)
+    request = request_for(shared, options, neighbours=neighbours)
+    request = request.with_inputs(gradients_stay=gradients_stay)
+    asked = list(_asked(graphs, options, request, study))
     if not asked:
         return ()
-    fixed = max(one.request.budget.held for one in asked)
-    fixed += _bytes_of_all(inputs for _, inputs in graphs)
+    fixed = request.budget.held + size_of_inputs(shared, device_of_inputs(shared))
     parts, part_of = [one.part for one in asked], tuple(range(len(asked)))
     interfaces, order = [one.interface for one in parts], last_first(len(parts))
     held = part_of[-1:]  # whoever runs the model has what the last graph gives
     points = in_order(interfaces, part_of, order, fixed, results_held=held)
-    step = StepDescription(points, part_of, (0,) * len(parts), parts)
+    outside = partial(outside_in_order, order=order, held_bytes=fixed, held=held)
+    step = StepDescription(points, part_of, (0,) * len(parts), parts, outside=outside)
     step.planners.update(enumerate(one.version for one in asked))
-    limit = asked[0].request.budget.limit
+    if request.budget.limit is None:
+        return _planned(step, asked, (0,) * len(parts), fixed)
+    aim = request.budget.for_step
     for _ in range(DRY_RUNS):
-        aim = None if limit is None else asked[0].request.budget.for_step
-        chosen = (0,) * len(parts) if aim is None else planner.fastest(step.step(), aim)
+        chosen = planner.fastest(step.step(), aim)
         if chosen is None:
             break
         reports = _planned(step, asked, chosen, fixed)
-        if aim is None or (reports and step.step().peak_bytes(chosen) <= aim):
-            return reports
-    raise _refused(step, asked[0].request)
+        peak = step.step().peak_bytes(chosen)
+        taken = _reserved(step, request, chosen)
+        nbytes = peak if taken is None else taken.nbytes
+        if reports and nbytes <= request.budget.for_step:
+            nbytes = max(nbytes, request.budget.optimizer_step)
+            return tuple(replace(report, step_peak_bytes=nbytes) for report in reports)
+        if taken is not None:
+            aim = min(aim, peak) - (taken.nbytes - request.budget.for_step)
+    least = step.least(request.budget, partial(_reserved, step, request))
+    raise least.refusal(request.budget.limit)
+
+
+def _reserved(step: StepDescription, request: Request, chosen: Sequence[int]) -> Reserved | None:
+    settings = request.budget.counted_allocator
+    return None if settings is None else step.reserved(chosen, settings)
 
 
 def _asked(
-    graphs: Iterable[GraphAndInputs], options: Options, study: session.Study | None
+    graphs: Iterable[GraphAndInputs],
+    options: Options,
+    request: Request,
+    study: session.Study | None,
 ) -> Iterable[_Asked]:
     for gm, inputs in graphs:
         graph = Graph(None, gm, inputs, options, None, study=study)
-        request = graph.request()
+        own = for_inputs(request, inputs)
         try:
-            yield _Asked(graph, request, graph.as_part(request, 1))
+            yield _Asked(graph, own, graph.as_part(own, 1))
         except NoBackward:
             continue
 
@@ -107,24 +148,11 @@ def _planned(
         offers[version] = offers[version].as_counted(reports[-1])
         step.offer(index, offers)
         saved += offers[version].version.saved_bytes
-    peak = step.step().peak_bytes(chosen)
-    return tuple(replace(report, step_peak_bytes=peak) for report in reports)
+    return tuple(reports)
 
 
-def _refused(step: StepDescription, request: Request) -> InfeasibleBudget:
-    """The error that names the least that all graphs need."""
-    assert request.budget.limit is not None
-    for _ in range(DRY_RUNS):
-        chosen = planner.lowest(step.step())
-        least = request.budget.least_for(step.step().peak_bytes(chosen))
-        step.make_exact(chosen, least)
-        if request.budget.least_for(step.step().peak_bytes(chosen)) <= least:
-            break
-    return InfeasibleBudget(request.budget.limit, least)
-
-
-def _bytes_of_all(inputs: Iterable[Sequence[Any]]) -> int:
-    """Of the tensors that graphs are given and none of them has made, each counted once."""
+def _given_from_outside(inputs: Iterable[Sequence[Any]]) -> list[torch.Tensor]:
+    """Of what graphs are given, each tensor that none of them has made."""
     tensors = (x for each in inputs for x in each if isinstance(x, torch.Tensor))
     kept = (x for x in tensors if isinstance(x, nn.Parameter) or not x.requires_grad)
-    return sum({storage_key(x): nbytes(x) for x in kept}.values())
+    return list({storage_key(x): x for x in kept}.values())

@@ -16,9 +16,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from torch import nn
+import torch
 
-from fxremat.compat.absent.tracing import apart_from_tracing
 from fxremat.compat.distributed.ranks import is_a_rank
 from fxremat.compile import session
 from fxremat.compile.constants import DRY_RUNS
@@ -32,7 +31,6 @@ from fxremat.memory.storages import storage_bytes
 from fxremat.planner import step_versions as planner
 from fxremat.report.files import write_report
 from fxremat.report.report import Report
-from fxremat.runtime.accumulation import will_be_added
 from fxremat.sizes import format_bytes
 from fxremat.step.context import Surroundings, first_description
 from fxremat.step.description import (
@@ -44,6 +42,7 @@ from fxremat.step.description import (
 )
 from fxremat.step.graph import CompiledVersion, Graph, NoBackward, Place, Role, Taken, Tensors
 from fxremat.step.observed import Observed
+from fxremat.step.own_memory import living_gradients
 from fxremat.step.promise import Compiled, Promise, PromisedVersion, RunVersions
 from fxremat.step.versions import Offer, Part, version_in
 
@@ -85,12 +84,8 @@ class GraphInStep:
 
     def _compiled_so(self) -> RunVersions | None:
         together = (count := self.runs_at_once) > 1 or self.role.described is not None
-        together |= self.where.context.pipeline is not None
-        if self.request.budget.limit is None or not self.graph.needs_gradients:
-            together = False
-        elif self.where.follow:
-            together = True
-        if together:
+        together |= self.where.context.pipeline is not None or self.where.follow
+        if together and self.request.budget.limit is not None and self.graph.needs_gradients:
             try:
                 found = self.compiled_for(count)
             except NoBackward:
@@ -151,7 +146,7 @@ class GraphInStep:
     def fixed_bytes(self) -> int:
         """There all the time beside what its runs are given, by what is known to it."""
         own = self.part().interface
-        return self.request.budget.held - self.where.neighbours.waiting + own.resident - own.given
+        return self.unseen_bytes + own.resident - own.given
 
     @property
     def unseen_bytes(self) -> int:
@@ -199,19 +194,26 @@ class GraphInStep:
 
         They count from then on, and later ones lie outside of the arena, where these are moved.
         """
-        limit, device, known = self.request.budget.limit, self.where.device, self.taken.count != 1
-        known |= self.role.described is not None or is_a_rank()
-        if limit is None or known or self.request.inputs.gradients_stay or self.sharded:
-            return False  # what stays of several runs is counted with them
-        weights = (x for x in args if isinstance(x, nn.Parameter) and not will_be_added(x))
-        if not (living := [one.grad for one in weights if one.grad is not None]):
+        several = self.taken.count != 1 or self.role.described is not None  # seen together
+        counts = self.request.budget.limit is not None and not self.sharded
+        if several or is_a_rank() or self.gradients_stay or not counts:
             return False
-        own = self.where.scope.own
-        own.to_move, own.graphs = living, ()
+        if living := living_gradients(args):
+            self.expect_gradients(living)
+        return bool(living)
+
+    @property
+    def gradients_stay(self) -> bool:
+        """Whether it is known that gradients live on where its forward begins."""
+        return self.request.inputs.gradients_stay
+
+    def expect_gradients(self, living: Sequence[torch.Tensor]) -> None:
+        """Have it planned for these, which live where a step begins."""
+        own, device = self.where.scope.own, self.where.device
+        own.to_move, own.graphs = list(living), ()
         if device.type != "cuda":  # there they are in the pool of the graphs
             self._hold(storage_bytes(living, device))
         self.request = self.request.with_inputs(gradients_stay=True)
-        return True
 
     def _hold(self, more: int) -> None:
         self.request = self.request.with_budget(held=max(0, self.request.budget.held + more))
@@ -290,7 +292,6 @@ class GraphInStep:
         described = self.where.scope.describe_with(self)
         if described is None:
             return refused.minimum_bytes
-        described.planners[len(described.parts) - 1] = self.graph_plan
         return self._least(described).budget_bytes
 
     def part(self) -> Part:
@@ -377,7 +378,7 @@ class GraphInStep:
                 return self._settled(described, offers, made, mine, peak, taken)
             failed.add(chosen)
             aim = min(aim, peak) - over
-        described.planners[self.role.index] = self.graph_plan
+        described.planners[self.role.index] = self.plan_version
         least, limit = self._least(described), self.request.budget.limit
         if limit is not None and least.budget_bytes > limit:
             raise least.refusal(limit)
@@ -394,13 +395,19 @@ class GraphInStep:
     def _reserved(self, described: StepDescription, chosen: Sequence[int]) -> Reserved | None:
         """What the allocator takes for the whole step; None where that is not known."""
         settings = self.request.budget.allocator
-        if self.request.budget.metric != "reserved" or settings is None:
-            return None
-        if self.role.described is not None and described.outside is None:
-            return None
-        if self.where.context.pipeline is not None:  # halves take turns there in another order
+        if self.request.budget.metric != "reserved" or settings is None or not self._knows_whole:
             return None
         return described.reserved(chosen, settings)
+
+    @property
+    def _knows_whole(self) -> bool:
+        """Whether it is known what lies between the runs of its step, and in which order they run.
+
+        In a pipeline halves take turns in another order.
+        """
+        described = self.role.described
+        known = described is None or described.outside is not None
+        return known and self.where.context.pipeline is None
 
     def _settled(
         self,
@@ -440,7 +447,7 @@ class GraphInStep:
 
         Raises `InfeasibleBudget` where that is more than was asked for.
         """
-        request = offers[place].asked(self.request)
+        request = offers[place].asked(self.request, whole=self._knows_whole)
         if request not in self.known:
             try:
                 made = self.graph.compile(request)
@@ -449,9 +456,8 @@ class GraphInStep:
             except InfeasibleBudget as refused:
                 offers[place] = offers[place].raised(refused)
                 raise
-        made = self.known[request]
-        offers[place] = offers[place].as_counted(made.report)
-        return self.promised(made, request, own)
+        offers[place] = offers[place].as_counted(self.known[request].report)
+        return self.promised(self.known[request], request, own)
 
     def promised(
         self, version: CompiledVersion, request: Request, own: Interface | None = None
@@ -461,8 +467,7 @@ class GraphInStep:
         Of several runs, each of them with its ``own`` inputs, the parameters count as part of what
         lies around.
         """
-        report, unseen = version.report, self.unseen_bytes
-        around = self.where.context.others
+        report, unseen, around = version.report, self.unseen_bytes, self.where.context.others
         assert report is not None
         assert request.budget.limit is not None
         peak = report.counted_peak_bytes - report.held_bytes
@@ -490,10 +495,6 @@ class GraphInStep:
         return PromisedVersion(version.call, promise)
 
     def plan_version(self, offer: Offer, limit_bytes: int) -> Report:
-        """The graph planned as a version, outside of what is compiled now."""
-        with apart_from_tracing():
-            return self.graph_plan(offer, limit_bytes)
-
-    def graph_plan(self, offer: Offer, limit_bytes: int) -> Report:
         """The graph planned as a version, which generates no kernels."""
-        return self.graph.plan(offer.asked(self.request.with_budget(limit=limit_bytes)))
+        asked = self.request.with_budget(limit=limit_bytes)
+        return self.graph.plan(offer.asked(asked, whole=self._knows_whole))

@@ -23,13 +23,9 @@ from fxremat.compat.backward import when_freed
 from fxremat.compat.distributed.ranks import is_a_rank
 from fxremat.compat.dynamo import compilations
 from fxremat.core.constants import MUCH_UNUSED
-from fxremat.core.layout import NOWHERE, OwnPools, StepLayout
 from fxremat.core.step import Order, in_order, last_first
 from fxremat.errors import BudgetExceeded, PromiseBroken
-from fxremat.memory.allocator.settings import AllocatorSettings
-from fxremat.memory.arena import Arena
 from fxremat.memory.composed_steps import outside_in_order
-from fxremat.memory.reserved_bytes import keep_too_much
 from fxremat.memory.storages import Storages, storages_of, with_gradients
 from fxremat.memory.watched_steps import MOST_STEPS, StepWatch
 from fxremat.sizes import format_bytes
@@ -43,6 +39,7 @@ from fxremat.step.graph import (
     Tensors,
     WaitingRun,
 )
+from fxremat.step.own_memory import OwnMemory, living_gradients
 from fxremat.step.promise import Promise
 from fxremat.step.versions import Part
 
@@ -87,34 +84,6 @@ class Warned:
     anew: bool = False
     planned_again: int = 0
     looked: int = 0
-
-
-@dataclass(eq=False)
-class OwnMemory:
-    """Where graphs allocate: their arena, and what each of the ``graphs`` by themselves takes.
-
-    These take turns. The gradients in ``to_move`` lie where the next layout has something else.
-    """
-
-    arena: Arena | None = None
-    graphs: tuple[OwnPools, ...] = ()
-    to_move: list[torch.Tensor] = field(default_factory=list)
-    in_turn: bool = False
-    """Each gives back all that it has before another one runs: together they keep too much."""
-    ran: StepLayout = NOWHERE
-
-    def share(self, taken: OwnPools, settings: AllocatorSettings | None) -> None:
-        """One more graph takes turns with the others."""
-        self.graphs = *(one for one in self.graphs if one != taken), taken
-        self.in_turn = settings is not None and keep_too_much(self.graphs, settings)
-
-    def begin(self, layout: StepLayout) -> None:
-        """A graph with this layout runs; no other one waits."""
-        if self.arena is not None and layout is not self.ran:
-            self.arena.in_turn = self.in_turn
-            if self.in_turn:
-                self.arena.rest(pool=True)
-        self.ran = layout
 
 
 @dataclass(eq=False)
@@ -320,8 +289,19 @@ class BudgetScope:
         for graph in graphs:
             graph.role.runs_alone = len(graphs) == 1
         self._use_what_is_left()
+        self._see_gradients(graphs)
         if self.due and self.last:
             self._plan_anew()
+
+    def _see_gradients(self, graphs: Iterable[SharingGraph]) -> None:
+        """Have several graphs planned for gradients that live on, once that is seen."""
+        several = [one for one in graphs if one.role.described is not None]
+        if not several or is_a_rank() or any(one.gradients_stay for one in several):
+            return
+        if living := living_gradients(each() for each in self.parameters.values()):
+            for one in several:
+                one.expect_gradients(living)
+            self.due = True
 
     def _use_what_is_left(self) -> None:
         """Have all graphs planned again, once, where the loop takes much less than was promised.

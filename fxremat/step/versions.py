@@ -23,6 +23,7 @@ from fxremat.compile.run_figures import interface_of, planned_run
 from fxremat.compile.search.planning import LOCAL_SEARCH, ONE_PASS, Planning
 from fxremat.compile.search.variant_sets import GraphInVariants
 from fxremat.compile.stage_times import StageTimes
+from fxremat.core.constants import MEASURABLE
 from fxremat.core.events import RunEvents
 from fxremat.core.plan import Plan
 from fxremat.core.schedule import store_all
@@ -49,12 +50,26 @@ class Offer:
     events: RunEvents | None = None
     exact: bool = False
 
-    def asked(self, request: Request) -> Request:
-        """The request for this version; all else that the budget counts is held."""
+    def asked(self, request: Request, *, whole: bool) -> Request:
+        """The request for this version; all else that the budget counts is held.
+
+        What the ``whole`` step reserves is counted elsewhere, or is not.
+        """
         if request.budget.limit is None:
             return request
-        held = request.budget.limit - request.budget.autotune - self.peak_bytes
-        return request.with_budget(held=held, between=self.between_bytes, optimizer_step=0)
+        held = request.budget.limit - request.budget.autotune - self.most_bytes
+        return request.with_budget(
+            held=held,
+            between=self.between_bytes,
+            soft_limit=self.peak_bytes,
+            optimizer_step=0,
+            part=whole,
+        )
+
+    @property
+    def most_bytes(self) -> int:
+        """What it may take where its dry run shows a little more than was planned."""
+        return int(self.peak_bytes * (1 + MEASURABLE))
 
     def as_counted(self, report: Report | None) -> Offer:
         """The offer with what the version really takes."""

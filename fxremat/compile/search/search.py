@@ -13,6 +13,8 @@ the error names.
 * The least that is named does not depend on the budget: it is the minimum over torch's partition
   and plans of least peak, which are looked for in the same way whatever the budget is. So it is
   found again, and obeyed, when it is asked for.
+* A part of a step (its aim is a soft limit) is known exactly once it is counted, and other parts
+  are chosen by that: the first candidate near its aim is taken.
 * Buffers are donated where nothing else fits: then a backward can no longer run twice.
 * All dry runs have one budget, `DRY_RUNS`; those for the least peak have their own.
 """
@@ -40,6 +42,7 @@ from fxremat.compile.search.proposals import (
     plan_of_torch,
 )
 from fxremat.compile.search.variant_sets import GraphInVariants, VariantSet
+from fxremat.core.constants import MEASURABLE
 from fxremat.core.plan import plan_to_json
 from fxremat.core.problem import Problem
 from fxremat.errors import VerificationFailed
@@ -100,13 +103,16 @@ class Search:
             plan = self.planning.solve(plain.problem, None)
             only = self.evaluator.evaluate(Candidate(plain, plan, "inductor"))
             return self._found(only, over=False)
+        is_part = request.budget.soft_limit is not None
+        enough = min(int(aim * (1 + MEASURABLE)), budget) if is_part else aim
         for attempt in self._attempts(aim):
-            best = fastest_under(aim, self._follow(attempt, aim))
+            best = fastest_under(enough, self._follow(attempt, aim, enough if is_part else None))
             if best is not None:
-                return self._found(self._or_torch(best, aim), over=False)
+                return self._found(self._or_torch(best, enough), over=False)
             if any(each.peak_bytes <= budget for each in self.lowest):
                 break
-        best = min(self.lowest, key=lambda one: one.peak_bytes)
+        near = self.under if is_part else []
+        best = min([*self.lowest, *near], key=lambda one: one.peak_bytes)
         return self._found(best, over=best.peak_bytes > budget)
 
     def taken(self, decision: Mapping[str, Any]) -> SearchResult:
@@ -132,15 +138,19 @@ class Search:
     def _found(self, evaluation: Evaluation, *, over: bool) -> SearchResult:
         return SearchResult(evaluation, self.graphs.plain, over, len(self.evaluator.seen))
 
-    def _follow(self, attempt: Attempt, aim: int) -> list[Evaluation]:
-        """The candidates of an attempt, evaluated as far as dry runs are left."""
+    def _follow(self, attempt: Attempt, aim: int, enough: int | None = None) -> list[Evaluation]:
+        """The candidates of an attempt, evaluated as far as dry runs are left.
+
+        The first that takes no more than ``enough`` is the last.
+        """
         before = self.lowest if attempt.for_least else self.under
         left = DRY_RUNS - len(before)
         left = left if attempt.for_least else min(left, DRY_RUNS // 3)
         evaluated: list[Evaluation] = []
         for each in islice(followed(attempt.proposals, self.evaluator.evaluate), max(0, left)):
             evaluated.append(each)
-            if attempt.for_least and each.peak_bytes <= aim:
+            end = aim if attempt.for_least else enough
+            if end is not None and each.peak_bytes <= end:
                 break
         before += evaluated
         return evaluated

@@ -70,12 +70,18 @@ class Arena:
             self.recorder.let_go(ARENA)
             self.taken = False
 
-    def is_other(self, graph: LoopGraph) -> bool:
-        """Whether the graph was planned for another one."""
-        return (graph.arena_bytes, graph.pool_bytes) != (self.nbytes, self.pool_bytes)
+    def begin(self, graphs: Sequence[LoopGraph], weights: Iterable[torch.Tensor]) -> None:
+        """A step of these graphs begins."""
+        one = graphs[0]
+        if one.layout is None:
+            return
+        renews = one.events.gradients_stay or self.in_turn
+        if renews and (one.arena_bytes, one.pool_bytes) != (self.nbytes, self.pool_bytes):
+            self._renew(graphs, weights)
+        self.take()
 
-    def renew(self, graph: LoopGraph, weights: Iterable[torch.Tensor]) -> None:
-        """Have the size for this graph; gradients of the weights come where it has such.
+    def _renew(self, graphs: Sequence[LoopGraph], weights: Iterable[torch.Tensor]) -> None:
+        """Have the size for these graphs; gradients of the weights come where they have such.
 
         They wait in host memory until the arena is taken anew.
         """
@@ -90,11 +96,9 @@ class Arena:
         recorder.sweep()
         self.lend()
         recorder.empty_pool()
-        self.nbytes, self.pool_bytes = graph.arena_bytes, graph.pool_bytes
+        self.nbytes, self.pool_bytes = graphs[0].arena_bytes, graphs[0].pool_bytes
         self.take()
-        offsets = {} if graph.layout is None else _offsets(graph.layout.backward)
-        sizes, names = graph.events.sizes(), {one.gradient for one in graph.events.inputs}
-        free = [(sizes[name], at) for name, at in offsets.items() if name in names]
+        free = [place for graph in graphs for place in _places_of_gradients(graph)]
         for one in moved:
             offset = next((at for nbytes, at in free if nbytes == one.nbytes), None)
             place: Place = "graphs" if offset is None else "arena"
@@ -152,6 +156,13 @@ class _Run:
     def __del__(self) -> None:
         """Its backward never ran."""
         self.end()
+
+
+def _places_of_gradients(graph: LoopGraph) -> Iterator[tuple[int, int]]:
+    """Bytes and offset of each gradient that lies in the arena."""
+    offsets = {} if graph.layout is None else _offsets(graph.layout.backward)
+    sizes, names = graph.events.sizes(), {one.gradient for one in graph.events.inputs}
+    yield from ((sizes[name], at) for name, at in offsets.items() if name in names)
 
 
 def _offsets(half: HalfLayout) -> dict[str, int]:
@@ -317,29 +328,25 @@ class StandIn(nn.Module):
         tensors.update(self.model.named_parameters(remove_duplicate=False))
         tensors.update(self.model.named_buffers(remove_duplicate=False))
         given = [tensors[x] if isinstance(x, str) else inputs[x] for x in graph.inputs]
-        if not training:
+        if training:
+            loop.arena.begin([graph], weights)
+        else:
             loop.arena.lend()
-        elif graph.layout is not None:
-            renews = graph.events.gradients_stay or loop.arena.in_turn
-            if renews and loop.arena.is_other(graph):
-                loop.arena.renew(graph, weights)
-            loop.arena.take()
         run = _Run(graph, loop.recorder, loop.arena)
         last: torch.Tensor = _Graph.apply(run, *given)[-1]  # type: ignore[no-untyped-call]
         return last
 
 
 def runs_as(
-    graph: LoopGraph, outputs: int, recorder: LoopRecorder, arena: Arena
+    graph_of: Callable[[], LoopGraph], outputs: int, recorder: LoopRecorder, arena: Arena
 ) -> Callable[..., list[torch.Tensor]]:
     """What stands for the compiled graph where Dynamo runs what lies between several of them.
 
-    Of its results the last ``outputs`` are its own.
+    It is as ``graph_of`` says each time. Of its results the last ``outputs`` are its own.
     """
 
     def run(*args: Any) -> list[torch.Tensor]:
-        if graph.layout is not None:
-            arena.take()
+        graph = graph_of()
         given = [one for one in args if isinstance(one, torch.Tensor)]
         made = _Graph.apply(_Run(graph, recorder, arena), *given)  # type: ignore[no-untyped-call]
         return list(made[len(made) - outputs :])
