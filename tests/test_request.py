@@ -202,6 +202,6 @@ def test_both_threads_compute_a_product() -> None:
 
 def test_tensors_of_another_device_are_no_inputs_here(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.empty(8, device="meta")
-    assert request._size_of_inputs([x], torch.device("meta")) == 32
+    assert request.size_of_inputs([x], torch.device("meta")) == 32
     assert not is_on(x, torch.device("meta", 1))
-    assert request._size_of_inputs([x], torch.device("meta", 1)) == 0
+    assert request.size_of_inputs([x], torch.device("meta", 1)) == 0
