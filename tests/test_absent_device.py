@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 import fxremat
 from fxremat.compat.configuration import functorch_config
@@ -278,3 +279,23 @@ def test_kernels_of_the_forward_are_tuned_in_the_step() -> None:
     for code in codes:
         assert "'optimize_mem': True" in code.source
         assert "'optimize_mem': False" not in code.source
+
+
+class ConvOverTokens(nn.Module):
+    """A convolution over tokens, whose result is a view of tokens on the CPU, not elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(32, 32, 3, padding=1, groups=32)
+        self.linear = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x.transpose(1, 2).unflatten(2, (16, 16)))
+        loss: Tensor = self.linear(F.gelu(y.flatten(2).transpose(1, 2))).square().mean()
+        return loss
+
+
+def test_views_that_are_copies_on_the_device_are_traced_there() -> None:
+    with absent("H200"):
+        found = fxremat.explain(ConvOverTokens(), torch.randn(4, 256, 32))
+    assert found.graphs

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
+from benchmarks.loops import rows
 from benchmarks.loops.__main__ import arguments
 from benchmarks.loops.judge import half_of_batch
 from benchmarks.loops.models import MODELS
@@ -14,7 +16,9 @@ from benchmarks.loops.recorded import Recorded, recorded_steps
 from benchmarks.loops.rows import LoopRow, all_rows, budget_of
 from benchmarks.loops.steps import LOOPS
 from fxremat.compat.absent.pretending import has_triton
+from fxremat.compat.tensors import is_fake
 from fxremat.sizes import MIB
+from fxremat.whatif.device import absent
 
 NAMES = {"bert_amp": "bert", "clip_amp": "clip", "deberta_amp": "deberta", "gemma2": "gemma2",
          "llamab": "llama", "lora": "lora", "t5": "t5"}  # fmt: skip
@@ -102,3 +106,20 @@ def test_a_model_is_judged(between: str, tmp_path: Path) -> None:
     assert row.outcome.held["eager"] >= 65536 * 512 * 4
     assert row.outcome.reserved == max(row.outcome.reserved_by_step)
     assert row.outcome.reserved < row.plain
+
+
+class Rates(nn.Module):
+    """As nets with stochastic depth have them: read from a tensor when the net is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rates = torch.linspace(0, 0.5, 3).tolist()
+        self.linear = nn.Linear(4, 4)
+
+
+@pytest.mark.skipif(not has_triton(), reason="needs triton")
+def test_a_model_that_reads_values_when_it_is_made_gets_some() -> None:
+    with absent("H200"):
+        model, (x,) = rows._made_without_memory(lambda: (Rates(), torch.zeros(2, 4)))
+    assert model.rates == [0.0, 0.25, 0.5]
+    assert not is_fake(x)

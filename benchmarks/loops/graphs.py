@@ -6,7 +6,7 @@ A model is traced once; whatever is asked of it later is asked of the joint grap
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -17,11 +17,11 @@ from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
 
 from fxremat.compat.absent.pretending import CUDA
-from fxremat.compat.dynamo import fresh_dynamo_caches, inline_regions, more_follow
+from fxremat.compat.dynamo import fresh_dynamo_caches, inline_regions
 from fxremat.compat.inductor.generated_code import Generated, generate
 from fxremat.compat.joint_graph import copy_module, is_tangent
 from fxremat.compat.partitioning import donatable, donate, torch_partition
-from fxremat.compat.tensors import on_host_without_memory, without_memory
+from fxremat.compat.tensors import READ, on_host_without_memory, without_memory
 from fxremat.compile import session
 from fxremat.compile.driver import generating, patches_for, total_bytes, traced
 from fxremat.compile.dry_run.dry_run import dry_run
@@ -37,10 +37,6 @@ from fxremat.report.report import Report
 from fxremat.step.planned import plan_in_order
 
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
-
-
-class _Traced(Exception):
-    """All graphs are known: the last one does not have to run."""
 
 
 def scratch_of_card() -> CudaScratch:
@@ -155,13 +151,16 @@ def planned_together(
 
 
 def traced_graphs(model: nn.Module, inputs: Sequence[Any]) -> list[TracedModel]:
-    """Trace the graphs of a model, in their order; inside of `fxremat.device.absent`."""
+    """Trace the graphs of a model, in their order; inside of `fxremat.device.absent`.
+
+    Raises `ValueError` where there is none, or where one runs several times in a step.
+    """
     found: list[TracedModel] = []
     names: dict[int, str | int] = {}
     calls = count()
 
     def backend(gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
-        more, gm, call = more_follow(gm), inline_regions(gm), next(calls)
+        gm, call = inline_regions(gm), next(calls)
         parsed = parse_options({}, device_total_bytes=total_bytes(CUDA))
         request = request_for(examples, parsed)
 
@@ -175,10 +174,14 @@ def traced_graphs(model: nn.Module, inputs: Sequence[Any]) -> list[TracedModel]:
             found.append(made)
             return torch_partition(joint, joint_inputs, **asked)
 
-        run = traced(gm, examples, patches_for(parsed, request, None, examples), keep)
-        if not more:
-            raise _Traced
-        return run
+        run, ran = traced(gm, examples, patches_for(parsed, request, None, examples), keep), count()
+
+        def once(*args: Any) -> Any:
+            if next(ran):
+                raise ValueError("a graph runs several times in a step; that is not judged yet")
+            return run(*args)
+
+        return once
 
     with (
         on_host_without_memory(model, (tuple(inputs), {})) as (given, _),
@@ -189,11 +192,9 @@ def traced_graphs(model: nn.Module, inputs: Sequence[Any]) -> list[TracedModel]:
         names |= {id(one): place for place, one in enumerate(given)}
         names |= {id(one): name for name, one in model.named_parameters()}
         names |= {id(one): name for name, one in model.named_buffers()}
-        try:
-            torch.compile(model, backend=backend)(*given)
-        except Exception as error:
-            if not isinstance(getattr(error, "inner_exception", error), _Traced):
-                raise
+        with suppress(*READ):
+            model(*given)  # some put hooks on themselves then, and are cut elsewhere by Dynamo
+        torch.compile(model, backend=backend)(*given)
     if not found:
         raise ValueError("Dynamo makes no graph of the model: it runs eagerly under torch.compile")
     return found

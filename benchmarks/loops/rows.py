@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxremat.compat.tensors import READ, outside_fake_mode
 from fxremat.errors import InfeasibleBudget
 from fxremat.sizes import parse_bytes
 from fxremat.whatif.device import absent
@@ -82,7 +83,7 @@ def judged(name: str, asked: argparse.Namespace) -> Iterator[LoopRow]:
         for loop in asked.loops:
             row: dict[str, Any] = {"model": name, "loop": loop, "device": card.name}
             try:
-                judge = judge or Judge(*made(model_named(name)))
+                judge = judge or Judge(*_made_without_memory(model_named(name)))
                 row |= _judged(judge, loop, asked.budget)
             except InfeasibleBudget as refused:
                 row |= {"status": "refused", "budget": refused.budget_bytes}
@@ -144,6 +145,15 @@ def made(make: Callable[[], Any]) -> tuple[nn.Module, tuple[Any, ...]]:
     if isinstance(inputs, Mapping):
         model, inputs = ByName(model, tuple(inputs)), inputs.values()
     return model.train(), (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
+
+
+def _made_without_memory(make: Callable[[], Any]) -> tuple[nn.Module, tuple[Any, ...]]:
+    """The same, where tensors have no memory; a model that reads some gets its own."""
+    try:
+        return made(make)
+    except READ:
+        with outside_fake_mode():
+            return made(make)
 
 
 def function_named(text: str) -> Callable[[], Any]:

@@ -9,6 +9,7 @@ from unittest import mock
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -106,6 +107,10 @@ def fake_mode_of(graph: fx.Graph) -> AbstractContextManager[Any]:
     one = next((value for value in values if isinstance(value, FakeTensor)), None)
     mode = detect_fake_mode([one])  # asked for each node that is added: they all share it
     return nullcontext() if mode is None else mode
+
+
+READ: tuple[type[Exception], ...] = (DataDependentOutputException,)
+"""Raised where values are read that tensors without memory do not have."""
 
 
 @contextmanager

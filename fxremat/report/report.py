@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -133,6 +133,18 @@ class MemoryFigures:
         """What the allocator reserves beyond the peak of what is allocated."""
         reserved = self.predicted_reserved_bytes
         return 0 if reserved is None else reserved - self.predicted_peak_bytes
+
+    def beside(self, held_bytes: int) -> MemoryFigures:
+        """The same graph where so many bytes are held beside it."""
+        more, reserved = held_bytes - self.held_bytes, self.predicted_reserved_bytes
+        return replace(
+            self,
+            held_bytes=held_bytes,
+            store_all_peak_bytes=self.store_all_peak_bytes + more,
+            planned_peak_bytes=self.planned_peak_bytes + more,
+            predicted_peak_bytes=self.predicted_peak_bytes + more,
+            predicted_reserved_bytes=None if reserved is None else reserved + more,
+        )
 
 
 @dataclass(frozen=True)

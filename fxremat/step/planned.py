@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,6 @@ from fxremat.compile.request import (
     size_of_inputs,
 )
 from fxremat.core.step import in_order, last_first
-from fxremat.errors import InfeasibleBudget, forget_frames
 from fxremat.memory.composed_steps import outside_in_order
 from fxremat.memory.reserved_bytes import Reserved
 from fxremat.options import Options
@@ -29,38 +28,28 @@ from fxremat.planner import step_versions as planner
 from fxremat.report.report import Report
 from fxremat.step.description import StepDescription
 from fxremat.step.graph import Graph, NoBackward
-from fxremat.step.versions import Offer, Part
+from fxremat.step.versions import Offer, Part, version_in
 
 GraphAndInputs = tuple[fx.GraphModule, Sequence[Any]]
 
 
 @dataclass(frozen=True)
 class _Asked:
-    """A graph of the step, what is asked of it alone, and what it offers."""
+    """A graph of the step, what is asked of it alone, what it offers, and what was planned."""
 
     graph: Graph
     request: Request
     part: Part
+    planned: dict[tuple[int, int], Report] = field(default_factory=dict)
+    """By the limits of versions."""
 
     def version(self, offer: Offer, limit_bytes: int) -> Report:
         """The graph planned as a version."""
-        return self.graph.plan(offer.asked(self.request.with_budget(limit=limit_bytes), whole=True))
-
-    def beside(self, held_bytes: int, offer: Offer) -> Report:
-        """The graph planned as a version, where others hold so many bytes all the time.
-
-        By itself it holds what it gives, and may take more than the step is to take.
-        """
-        request = self.request.with_budget(held=held_bytes, part=True)
-        limit = request.budget.limit
-        if limit is None:
-            return self.graph.plan(request)
-        most = max(limit, request.budget.beside + offer.most_bytes)
-        asked = request.with_budget(
-            limit=most, between=offer.between_bytes, soft_limit=offer.peak_bytes
-        )
-        report = self.graph.plan(asked)
-        return replace(report, memory=replace(report.memory, budget_bytes=limit))
+        asked = offer.peak_bytes, offer.between_bytes
+        if asked not in self.planned:
+            request = self.request.with_budget(limit=limit_bytes)
+            self.planned[asked] = self.graph.plan(offer.asked(request, whole=True))
+        return self.planned[asked]
 
 
 def plan_in_order(
@@ -90,24 +79,32 @@ def plan_in_order(
     outside = partial(outside_in_order, order=order, held_bytes=fixed, held=held)
     step = StepDescription(points, part_of, (0,) * len(parts), parts, outside=outside)
     step.planners.update(enumerate(one.version for one in asked))
-    if request.budget.limit is None:
+    limit = request.budget.limit
+    if limit is None:
         return _planned(step, asked, (0,) * len(parts), fixed)
     aim = request.budget.for_step
     for _ in range(DRY_RUNS):
         chosen = planner.fastest(step.step(), aim)
         if chosen is None:
             break
-        reports = _planned(step, asked, chosen, fixed)
+        step.make_exact(chosen, limit)
         peak = step.step().peak_bytes(chosen)
         taken = _reserved(step, request, chosen)
         nbytes = peak if taken is None else taken.nbytes
-        if reports and nbytes <= request.budget.for_step:
-            nbytes = max(nbytes, request.budget.optimizer_step)
-            return tuple(replace(report, step_peak_bytes=nbytes) for report in reports)
+        if nbytes <= request.budget.for_step:
+            break
         if taken is not None:
             aim = min(aim, peak) - (taken.nbytes - request.budget.for_step)
-    least = step.least(request.budget, partial(_reserved, step, request))
-    raise least.refusal(request.budget.limit)
+    else:
+        chosen = None
+    if chosen is None:
+        least = step.least(request.budget, partial(_reserved, step, request))
+        if least.budget_bytes > limit:
+            raise least.refusal(limit)
+        chosen, nbytes = least.chosen, least.budget_bytes - request.budget.autotune
+    reports = _planned(step, asked, chosen, fixed)
+    nbytes = max(nbytes, request.budget.optimizer_step)
+    return tuple(replace(report, step_peak_bytes=nbytes) for report in reports)
 
 
 def _reserved(step: StepDescription, request: Request, chosen: Sequence[int]) -> Reserved | None:
@@ -133,21 +130,14 @@ def _asked(
 def _planned(
     step: StepDescription, asked: Sequence[_Asked], chosen: Sequence[int], fixed: int
 ) -> tuple[Report, ...]:
-    """The plans of the chosen versions, which are then offered as they are; none if one fails."""
+    """The plans of the chosen versions, with what others hold beside each."""
     reports, saved = list[Report](), 0
-    for index, (one, version) in enumerate(zip(asked, chosen, strict=True)):
-        offers, own = list(step.parts[index].offers), one.part.interface
-        held = fixed - own.resident + own.given + saved
-        try:
-            reports.append(one.beside(held, offers[version]))
-        except InfeasibleBudget as refused:
-            offers[version] = offers[version].raised(refused)
-            forget_frames(refused)
-            step.offer(index, offers)
-            return ()
-        offers[version] = offers[version].as_counted(reports[-1])
-        step.offer(index, offers)
-        saved += offers[version].version.saved_bytes
+    for one, part, version in zip(asked, step.parts, chosen, strict=True):
+        offer, own, limit = part.offers[version], one.part.interface, one.request.budget.limit
+        report = one.graph.plan(one.request) if limit is None else one.version(offer, limit)
+        memory = report.memory.beside(fixed - own.resident + own.given + saved)
+        reports.append(replace(report, memory=memory))
+        saved += version_in(report).saved_bytes
     return tuple(reports)
 
 

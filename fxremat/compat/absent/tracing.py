@@ -120,6 +120,9 @@ class _Decomposing(fx.Interpreter):
 
     A torch without CUDA has none for it. Of an op that has a kernel for each device, and one in
     terms of other ops for the rest, it would run the latter, in place and unseen by the tracer.
+
+    Convolutions have other strides there than on the CPU, where the graph was traced: what is no
+    view of them there is copied, as a reshape does.
     """
 
     def __init__(self, module: fx.GraphModule, table: Mapping[Any, Callable[..., Any]]) -> None:
@@ -129,7 +132,19 @@ class _Decomposing(fx.Interpreter):
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target in self.table and _can_be_taken_apart(target):
             target = self.table[target]
+        if target is torch.ops.aten.view.default and not _is_view(*args):
+            target = torch.ops.aten.reshape.default
         return super().call_function(target, args, kwargs)
+
+
+def _is_view(tensor: torch.Tensor, size: Any) -> bool:
+    """Whether the sizes are possible without a copy."""
+    if not tensor.is_contiguous():
+        try:
+            tensor.view(size)
+        except (RuntimeError, ValueError):
+            return False
+    return True
 
 
 def _can_be_taken_apart(op: Any) -> bool:
