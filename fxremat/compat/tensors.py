@@ -224,9 +224,26 @@ def _parts_in_joint(value: object) -> int:
     return sum(_parts_in_joint(getattr(value, name)) for name in flatten()[0])
 
 
+_COMPRESSED = {
+    "rows": ("crow_indices", "col_indices", "values"),
+    "columns": ("ccol_indices", "row_indices", "values"),
+}
+SPARSE = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: _COMPRESSED["rows"],
+    torch.sparse_bsr: _COMPRESSED["rows"],
+    torch.sparse_csc: _COMPRESSED["columns"],
+    torch.sparse_bsc: _COMPRESSED["columns"],
+}
+"""Layouts of tensors without a storage of their own, and what gives the parts that have one."""
+
+
 def plain_tensors(value: object) -> Iterator[torch.Tensor]:
-    """A tensor itself, or the parts of one of a subclass; nothing of what is no tensor."""
+    """A tensor itself, or the parts of one that is sparse or of a subclass; else nothing."""
     if not isinstance(value, torch.Tensor):
+        return
+    if value.layout in SPARSE:
+        yield from (getattr(value.detach(), name)() for name in SPARSE[value.layout])
         return
     flatten = getattr(value, "__tensor_flatten__", None)
     if flatten is None:

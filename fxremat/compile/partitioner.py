@@ -12,6 +12,7 @@ from dataclasses import astuple, dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import fx
 
 from fxremat.compat.configuration import CustomPartitionerFn
@@ -19,6 +20,7 @@ from fxremat.compat.distributed.ranks import is_a_rank
 from fxremat.compat.joint_graph import is_tangent
 from fxremat.compat.partitioning import torch_partition
 from fxremat.compat.sizes import plan_for_sizes_seen
+from fxremat.compat.tensors import SPARSE
 from fxremat.compile import session
 from fxremat.compile.cost_model import cost_model
 from fxremat.compile.draft import Draft
@@ -36,6 +38,7 @@ from fxremat.errors import output_advice
 from fxremat.memory.measured_peak import uncollected
 from fxremat.passes.halves import Halves
 from fxremat.report.files import tell_halves
+from fxremat.report.report import describe
 from fxremat.version import build
 
 log = logging.getLogger(__name__)
@@ -83,6 +86,11 @@ def plan_graph(draft: Draft, request: Request, current: Session) -> Halves:
     `VerificationFailed` where a step of ours is wrong.
     """
     times = StageTimes({"trace": time.perf_counter() - current.started})
+    if request.budget.limit is not None and (sparse := _sparse(draft.module.graph)):
+        log.warning("fxremat: graph %d: %s is sparse: its bytes are not known, and nothing of the "
+                    "graph is planned. Have dense gradients, as Embedding(sparse=False) has, for "
+                    "the budget to hold.", current.graph, sparse)  # fmt: skip
+        request = request.with_budget(limit=None)
     if request.budget.limit is not None:
         plan_for_sizes_seen(draft.module.graph)
     costs = cost_model(request, draft.module.graph, f"graph {current.graph}")
@@ -108,6 +116,13 @@ def plan_graph(draft: Draft, request: Request, current: Session) -> Halves:
     else:
         tell_halves(current.graph, halves)
     return halves
+
+
+def _sparse(graph: fx.Graph) -> str:
+    """A value without a storage of its own, by its module; "" without any."""
+    values = ((node, node.meta.get("val")) for node in graph.nodes)
+    found = (n for n, x in values if isinstance(x, torch.Tensor) and x.layout in SPARSE)
+    return next(map(describe, found), "")
 
 
 def _searched(search: Search) -> SearchResult:
