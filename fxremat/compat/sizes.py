@@ -69,11 +69,10 @@ def symbols_seen(graph: fx.Graph) -> dict[Any, int]:
     """The symbols among the graph's inputs, and the sizes that they were traced with."""
     values = [n.meta.get("val") for n in graph.nodes if n.op == "placeholder"]
     nodes = [value.node for value in values if isinstance(value, torch.SymInt)]
-    return {
-        symbol: int(_hints(node.shape_env)[symbol])
-        for node in nodes
-        for symbol in node.expr.free_symbols
+    seen = {
+        symbol: _seen(node.shape_env, symbol) for node in nodes for symbol in node.expr.free_symbols
     }
+    return {symbol: size for symbol, size in seen.items() if size is not None}
 
 
 def size_ranges(graph: fx.Graph) -> dict[Any, tuple[str, int, int]]:
@@ -87,10 +86,10 @@ def size_ranges(graph: fx.Graph) -> dict[Any, tuple[str, int, int]]:
         if node.op == "placeholder" and isinstance(value, torch.SymInt):
             env = value.node.shape_env
             for symbol in value.node.expr.free_symbols:
-                low = int(env.var_to_range[symbol].lower)
-                high = _declared_bound(env, symbol)
-                seen = int(_hints(env)[symbol])
-                ranges[symbol] = (_source(env, symbol), low, seen if high is None else high)
+                if (seen := _seen(env, symbol)) is not None:
+                    low = int(env.var_to_range[symbol].lower)
+                    high = _declared_bound(env, symbol)
+                    ranges[symbol] = (_source(env, symbol), low, seen if high is None else high)
     return ranges
 
 
@@ -108,8 +107,21 @@ def _symbol_bound(env: ShapeEnv, symbol: Any) -> int:
     at = _AT.get()
     if at is not None and symbol in at.values:
         return at.values[symbol]
-    declared = _declared_bound(env, symbol)
-    return int(_hints(env).get(symbol, 4096)) if declared is None else declared
+    declared, seen = _declared_bound(env, symbol), _seen(env, symbol)
+    if declared is None and seen is None:
+        return 1 if symbol in _hints(env) else 4096
+    return cast("int", seen if declared is None else declared)
+
+
+def _seen(env: ShapeEnv, symbol: Any) -> int | None:
+    """The size that was traced; None for one that depends on data.
+
+    The lengths of the rows of a jagged tensor are a symbol, too: a name that stands for no number.
+    """
+    try:
+        return int(_hints(env)[symbol])
+    except (KeyError, TypeError):
+        return None
 
 
 def _hints(env: ShapeEnv) -> Mapping[Any, Any]:
@@ -127,9 +139,9 @@ def plan_for_sizes_seen(graph: fx.Graph) -> None:
             continue
         env, symbol = value.node.shape_env, value.node.expr
         if isinstance(symbol, sympy.Symbol) and _declared_bound(env, symbol) is None:
-            hint = _hints(env).get(symbol)
-            if hint is not None:
-                env.evaluate_expr(sympy.Le(symbol, int(hint)))
+            seen = _seen(env, symbol)
+            if seen is not None:
+                env.evaluate_expr(sympy.Le(symbol, seen))
 
 
 def _declared_bound(env: ShapeEnv, symbol: Any) -> int | None:
