@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -61,8 +61,19 @@ def test_what_is_asked_for_is_measured_once(
         again.loop_us([("tanh", 10**9)], 0)
 
 
+@pytest.fixture(params=[torch.float32, torch.bfloat16, torch.float64], ids=str)
+def default_dtype(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(request.param)
+    yield
+    torch.set_default_dtype(before)
+
+
+@pytest.mark.usefixtures("default_dtype")
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions_can_be_timed(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Whatever the dtype is of tensors that nobody gives one."""
+
     def once(call: Callable[[], object], device: torch.device, reference: object) -> Timing:
         call()
         return Timing(50.0, False)

@@ -311,6 +311,6 @@ def allocate_cublas(device: torch.device) -> None:
         torch.cuda.empty_cache()
         _HAVE_CUBLAS.add(device)
     with outside_fake_mode(), torch.inference_mode(False), torch.enable_grad():
-        small = torch.ones(2, 2, device=device, requires_grad=True)
+        small = torch.ones(2, 2, dtype=torch.float32, device=device, requires_grad=True)
         with suppress(RuntimeError):
             torch.autograd.grad((small @ small).sum(), small)

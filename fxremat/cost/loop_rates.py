@@ -153,19 +153,23 @@ class MeasuredNumbers:
 
     def _call_us(self) -> tuple[float, bool]:
         with self.outside_fake_mode(), torch.no_grad():
-            one, two = torch.ones(1, device=self.device), torch.ones(1, device=self.device)
+            one, two = self._full(1, 1.0), self._full(1, 1.0)
             return self._us(lambda: torch.add(one, one, out=two))
+
+    def _full(self, count: int, number: float) -> torch.Tensor:
+        """Of 4 bytes each, whatever the default is."""
+        return torch.full((count,), number, dtype=torch.float32, device=self.device)
 
     def _bytes_per_s(self, nbytes: int) -> tuple[float, bool]:
         call_us = self(_CALL)
         with self.outside_fake_mode(), torch.no_grad():
-            a, b, c = (torch.ones(nbytes // 12, device=self.device) for _ in range(3))
+            a, b, c = (self._full(nbytes // 12, 1.0) for _ in range(3))
             us, disturbed = self._us(lambda: torch.add(a, b, out=c))
         return 1e6 * nbytes / max(us - call_us, 1e-3), disturbed
 
     def _function_us(self, function: Callable[..., Any]) -> tuple[float, bool]:
         with self.outside_fake_mode(), torch.no_grad():
-            given = torch.full((ELEMENTS,), 0.5, device=self.device)
+            given = self._full(ELEMENTS, 0.5)
             made = torch.empty_like(given)
             return self._us(lambda: function(given, out=made))
 

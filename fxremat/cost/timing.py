@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,8 @@ class ReferenceMatmul:
     def slowdown(self) -> float:
         """How many times as long as at first it takes now; 1 where that is not known."""
         if time.monotonic() - self.timed_at > BUSY_TIMING_S:
-            a, b, out = torch.ones(256, 512), torch.ones(512, 512), torch.empty(0)
+            made = partial(torch.ones, dtype=torch.float32)
+            a, b, out = made(256, 512), made(512, 512), made(0)
             found = quickest(lambda: torch.mm(a, b, out=out), a.device)
             self.us = None if found.disturbed else found.us
             self.timed_at = time.monotonic()

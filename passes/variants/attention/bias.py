@@ -155,7 +155,7 @@ def _in_four(node: fx.Node, of: Shape, heads: Heads) -> Shape | None:
 
 def _known(parts: Sequence[Added | Filled]) -> torch.Tensor | None:
     """What is added to the scores in all, where the graph makes that from nothing."""
-    found = torch.zeros(())
+    found = torch.zeros((), dtype=torch.float32)
     for part in parts:
         value = _computed(_tensor(part))
         if value is None:
