@@ -7,6 +7,7 @@ as they are, node by node.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from fxremat.compat.dynamo import (
     inline_regions,
     more_follow,
     splits_for_ddp,
+    takes_gradients,
 )
 from fxremat.compat.inductor.lowered_ahead import forget_lowered
 from fxremat.compat.joint_graph import copy_module
@@ -43,6 +45,8 @@ from fxremat.step.graph import Graph, Role, plan_only
 from fxremat.step.in_flight import watch_in_flight, without_backward
 from fxremat.step.observed import Observed
 from fxremat.step.runs import GraphInStep
+
+log = logging.getLogger(__name__)
 
 
 def fxremat(
@@ -126,11 +130,20 @@ def _compiled_in_step(graph: Graph, *, follow: bool) -> Callable[..., Any]:
     found = in_step.compiled()
     if found is None:
         assert in_step.call is not None
+        if limited and takes_gradients(graph.kept):
+            log.warning(NOT_PLANNED)
         call = without_backward(in_step.call, scope) if limited else in_step.call
         return _under_cap(in_step, call)
     graph.forget_inputs()
     scope.graphs.add(in_step)
     return _under_cap(in_step, watch_in_flight(found, scope, place[0], in_step))
+
+
+NOT_PLANNED = (
+    "fxremat: a compiled function takes gradients itself, by torch.func: its graph has no backward "
+    "that could be planned, and the memory budget has no effect on it. Compile the model alone, "
+    "and call backward() outside, for the budget to hold."
+)
 
 
 def _under_cap(in_step: GraphInStep, call: Callable[..., Any]) -> Callable[..., Any]:

@@ -154,6 +154,13 @@ def checkpointed_regions(gm: fx.GraphModule) -> int:
     return sum(node.target is region for graph in graphs for node in graph.nodes)
 
 
+def takes_gradients(gm: fx.GraphModule) -> bool:
+    """Whether a Dynamo graph takes gradients itself, by `torch.func.grad` or `torch.func.vjp`."""
+    graphs = [one.graph for one in gm.modules() if isinstance(one, fx.GraphModule)]
+    names = (getattr(node.target, "__name__", "") for graph in graphs for node in graph.nodes)
+    return "_grad_increment_nesting" in names
+
+
 def inline_regions(gm: fx.GraphModule) -> fx.GraphModule:
     """The graph with the bodies of `torch.compiler.nested_compile_region` in place of their calls.
 
