@@ -268,6 +268,14 @@ def test_cudagraphs_are_off_with_a_message(what: str, caplog: pytest.LogCaptureF
     assert "cudagraphs are off" in caplog.text
 
 
+def test_a_mode_for_cudagraphs_changes_nothing_on_the_cpu() -> None:
+    """Where there are none, Inductor would put loops in another order for them all the same."""
+    options = parse_options({"memory_budget": "1GiB"}, device_total_bytes=None)
+    ours = Partitioner(Request(Budget(1 << 30)), "0")
+    x = torch.zeros(4)
+    assert patches_with_partitioner(options, ours, "reduce-overhead", [x])[CUDAGRAPHS] is False
+
+
 @pytest.mark.parametrize("executor", ["aot_eager", "inductor"])
 def test_the_backward_may_run_twice(executor: str) -> None:
     model, x = seeded(lambda: Stack(2), 512, 32)

@@ -78,6 +78,8 @@ def patches_for(
         why = "a graph that moves values to host memory has none" if moves else NO_POOLS
         log.warning("cudagraphs are off: %s", why)
         user = {**user, CUDAGRAPHS: False}
+    elif absent_card() is None and device_of_inputs(inputs).type == "cpu":
+        user = {**user, CUDAGRAPHS: False}  # loops would be put in another order for them
     return {
         **exact,
         **user,
