@@ -206,6 +206,28 @@ def in_turn(*depths: int) -> Case:
     return Case([OneGraph(depth) for depth in depths], [torch.randn(512, 32)], run)
 
 
+@cache
+def adversaries() -> Case:
+    """One model runs several times, one after the other, while the other one waits."""
+    torch.manual_seed(0)
+
+    def run(functions: Sequence[Any], given: Sequence[Tensor]) -> None:
+        made = functions[0](*given)
+        for each, sign in ((given[0], 1), (made.detach(), 1), (made, -1)):
+            loss: Any = F.softplus(sign * functions[1](each)).mean()
+            loss.backward()
+
+    models = [nn.Sequential(*(Block(32) for _ in range(depth))) for depth in (2, 3)]
+    return Case(models, [torch.randn(512, 32)], run)
+
+
+@pytest.mark.filterwarnings("ignore::fxremat.PromiseBroken")
+@pytest.mark.filterwarnings("ignore::fxremat.BudgetExceeded")
+def test_a_graph_that_runs_again_after_its_backward_is_planned_with_the_others() -> None:
+    case = adversaries()
+    assert case.kept(case.budget(60)) > case.plain[1] // 2
+
+
 @pytest.mark.filterwarnings("ignore::fxremat.PromiseBroken")
 @pytest.mark.parametrize(
     ("make", "percent", "one_dict"),

@@ -133,11 +133,12 @@ def in_order(
 
     ``part_of`` each run says which of the ``parts`` it is of. ``outside_bytes`` are there all the
     time, what no run has of its own among them; what is ``gathered`` comes in addition. The
-    gradients of a part stay from its backward on. What runs outside holds the results of
+    gradients of a part stay from its backward on; one that has gone backward may run again, as the
+    discriminator of a GAN does, and adds to them. What runs outside holds the results of
     the runs in ``results_kept`` until these go backward, and of those in ``results_held`` to the
     end.
     """
-    points, waiting, left, ended = list[StepPoint](), list[int](), 0, False
+    points, waiting, left, ended = list[StepPoint](), list[int](), 0, set[int]()
     for k, (run, phase) in enumerate(order):
         own = parts[part_of[run]]
         if phase == "forward":
@@ -158,7 +159,8 @@ def in_order(
         outside = outside_bytes + left + own.incoming + len(waiting) * gathered.kept
         outside += (gathered.again if waiting else 0) + (gathered.sent if ended else 0)
         points.append(StepPoint(outside, tuple(waiting), run, "backward"))
-        left, ended = left + own.left, True
+        left += 0 if run in ended else own.left
+        ended.add(run)
     return tuple(points)
 
 

@@ -198,15 +198,13 @@ class BudgetScope:
             graph = one.graph()
             if graph is None:
                 return None
-            if one.phase == "forward":  # a place may be taken again
-                runs[graph, one.place] = len(order)
-                kept += [len(order)] if one.keeps else []
-                held += [len(order)] if one.holds else []
+            if one.phase == "forward":  # a place may be taken again: its version is the same
+                number = runs.setdefault((graph, one.place), len(order))
+                kept += [number] if one.keeps else []
+                held += [number] if one.holds else []
             order.append((runs[graph, one.place], one.phase))
         numbers = {old: new for new, old in enumerate(dict.fromkeys(run for run, _ in order))}
         known = {number: run for run, number in runs.items()}
-        if len(known) < len(numbers):
-            return None  # one graph has run at one place several times
         fixed = max(graph.fixed_bytes for graph, _ in runs)
         listed = [known[number] for number in numbers]
         in_turn = [(numbers[run], phase) for run, phase in order]
@@ -236,10 +234,12 @@ class BudgetScope:
         )
         places = tuple(place for _, place in runs)
         planners: dict[int, Planner] = {k: graph.plan_version for k, graph in enumerate(graphs)}
-        outside = partial(
-            outside_in_order, order=order, held_bytes=fixed_bytes, kept=kept, held=held
-        )
-        return StepDescription(points, part_of, places, parts, outside=outside, planners=planners)
+        found = StepDescription(points, part_of, places, parts, planners=planners)
+        if len(order) == 2 * len(runs):  # no run comes again: its addresses would hold for all
+            found.outside = partial(
+                outside_in_order, order=order, held_bytes=fixed_bytes, kept=kept, held=held
+            )
+        return found
 
     def _plan_anew(self) -> None:
         """Have the graphs of the last step choose their versions together."""
