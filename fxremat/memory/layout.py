@@ -102,13 +102,9 @@ def arrange(
         runs = [replace(x, backward=tuple(with_second_gradients(x.backward, x))) for x in runs]
     lives = _lives(runs, order, ALIGNMENT_BYTES[device])
     own = {(run, name) for run, one in enumerate(runs) for name in may_be_placed(one)}
-    passed = {} if device == "cpu" else passed_on(runs, outside)
-    ended = _ends(runs, order) if passed else {}
-    for (run, name), holders in passed.items():
-        if name in code_blocks(runs[run]):
-            own.add((run, name))
-            end = max(ended.get((one, "backward"), sys.maxsize) for one in holders)
-            lives[run, name] = replace(lives[run, name], end=end)
+    passed = {} if device == "cpu" else _lives_of_passed(lives, runs, order, outside)
+    lives |= passed
+    own |= passed.keys()
     stay = {(run, name) for run, one in enumerate(runs) for name in staying(one)} & lives.keys()
     if device == "cpu":
         own -= stay
@@ -128,24 +124,40 @@ def arrange(
 
     if device == "cpu":
         return arranged(_within_peak(PartialArena(buffers, rest, 1), thorough))
-    second = {_name(k, a): _name(k, b) for k, x in enumerate(runs) for a, b in seconds(x).items()}
-
-    def loop(one: Arranged) -> list[Event]:
-        """What the private pool is asked for."""
-        if len(runs) > 1 and outside:
-            events, seconds_of = asked_of_pools(asked, one.placed, outside)
-            return loop_of(list(_of_own_pool(events)), seconds_of)
-        return loop_of([*_named(in_sequence(one.outside(runs), order))], second)
-
     arena, best = PartialArena(buffers, rest, ALIGNMENT_BYTES[device]), list[Arranged]()
     for placement in _placements(arena, thorough):
         one = arranged(placement)
-        segment, reserved = least_pool(loop(one), settings)
+        if len(runs) > 1 and outside:
+            events, second = asked_of_pools(asked, one.placed, outside)
+            loop = loop_of(list(_of_own_pool(events)), second)
+        else:
+            loop = loop_of([*_named(in_sequence(one.outside(runs), order))], _seconds(runs))
+        segment, reserved = least_pool(loop, settings)
         layout = replace(one.layout, pool_bytes=segment)
         best.append(replace(one, layout=layout, reserved_bytes=layout.arena_bytes + reserved))
         if best[-1].reserved_bytes <= (1 + LITTLE_UNUSED) * arena.peak_bytes + SMALL_SEGMENT_BYTES:
             break
     return min(best, key=lambda one: one.reserved_bytes)
+
+
+def _lives_of_passed(
+    lives: Mapping[Block, Buffer], runs: Sequence[RunEvents], order: Order,
+    outside: Sequence[Outside],
+) -> dict[Block, Buffer]:  # fmt: skip
+    """Results that only runs hold, if code asks for them: until the half that they die in ends."""
+    ended = _ends(runs, order)
+    return {
+        (run, name): replace(
+            lives[run, name],
+            end=max(ended.get((one, "backward"), sys.maxsize) for one in holders),
+        )
+        for (run, name), holders in passed_on(runs, outside).items()
+        if name in code_blocks(runs[run])
+    }
+
+
+def _seconds(runs: Sequence[RunEvents]) -> dict[str, str]:
+    return {_name(k, a): _name(k, b) for k, x in enumerate(runs) for a, b in seconds(x).items()}
 
 
 def asked_of_pools(

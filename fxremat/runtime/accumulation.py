@@ -27,6 +27,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from fxremat.compat.backward import (
     accumulators_of,
@@ -114,6 +115,12 @@ def will_be_added(tensor: object) -> bool:
         and not is_host(tensor)
         and hooks_on(tensor) == 0
     )
+
+
+def living_gradients(weights: Iterable[object]) -> list[torch.Tensor]:
+    """Of parameters, but those whose gradients are added while a backward runs."""
+    own = (x for x in weights if isinstance(x, nn.Parameter) and not will_be_added(x))
+    return [one.grad for one in own if one.grad is not None]
 
 
 def expected_bytes(device: torch.device, *, missing_only: bool = False) -> int:

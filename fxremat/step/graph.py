@@ -9,7 +9,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 import torch
@@ -34,7 +34,11 @@ from fxremat.compile.partitioner import Partitioner, draft_of, plan_graph
 from fxremat.compile.ranks import see_same_plan
 from fxremat.compile.request import Request, device_of_inputs, request_for
 from fxremat.compile.tracing import Ended
+from fxremat.core.layout import NOWHERE, OwnPools, StepLayout
 from fxremat.errors import forget_frames
+from fxremat.memory.allocator.settings import AllocatorSettings
+from fxremat.memory.arena import Arena
+from fxremat.memory.reserved_bytes import keep_too_much
 from fxremat.memory.storages import Storages, saved_storages
 from fxremat.options import Options, parse_options
 from fxremat.report.report import Report
@@ -298,6 +302,34 @@ class SharingGraph(Protocol):
     def plan_version(self, offer: Offer, limit_bytes: int) -> Report:
         """The graph planned as a version."""
         ...
+
+
+@dataclass(eq=False)
+class OwnMemory:
+    """Where graphs allocate: their arena, and what each of the ``graphs`` by themselves takes.
+
+    These take turns. The gradients in ``to_move`` lie where the next layout has something else.
+    """
+
+    arena: Arena | None = None
+    graphs: tuple[OwnPools, ...] = ()
+    to_move: list[torch.Tensor] = field(default_factory=list)
+    in_turn: bool = False
+    """Each gives back all that it has before another one runs: together they keep too much."""
+    ran: StepLayout = NOWHERE
+
+    def share(self, taken: OwnPools, settings: AllocatorSettings | None) -> None:
+        """One more graph takes turns with the others."""
+        self.graphs = *(one for one in self.graphs if one != taken), taken
+        self.in_turn = settings is not None and keep_too_much(self.graphs, settings)
+
+    def begin(self, layout: StepLayout) -> None:
+        """A graph with this layout runs; no other one waits."""
+        if self.arena is not None and layout is not self.ran:
+            self.arena.in_turn = self.in_turn
+            if self.in_turn:
+                self.arena.rest(pool=True)
+        self.ran = layout
 
 
 @dataclass(frozen=True)

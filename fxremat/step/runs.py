@@ -31,6 +31,7 @@ from fxremat.memory.storages import storage_bytes
 from fxremat.planner import step_versions as planner
 from fxremat.report.files import write_report
 from fxremat.report.report import Report
+from fxremat.runtime.accumulation import living_gradients
 from fxremat.sizes import format_bytes
 from fxremat.step.context import Surroundings, first_description
 from fxremat.step.description import (
@@ -42,7 +43,6 @@ from fxremat.step.description import (
 )
 from fxremat.step.graph import CompiledVersion, Graph, NoBackward, Place, Role, Taken, Tensors
 from fxremat.step.observed import Observed
-from fxremat.step.own_memory import living_gradients
 from fxremat.step.promise import Compiled, Promise, PromisedVersion, RunVersions
 from fxremat.step.versions import Offer, Part, version_in
 

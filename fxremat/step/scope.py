@@ -28,10 +28,12 @@ from fxremat.errors import BudgetExceeded, PromiseBroken
 from fxremat.memory.composed_steps import outside_in_order
 from fxremat.memory.storages import Storages, storages_of, with_gradients
 from fxremat.memory.watched_steps import MOST_STEPS, StepWatch
+from fxremat.runtime.accumulation import living_gradients
 from fxremat.sizes import format_bytes
 from fxremat.step.description import Planner, StepDescription
 from fxremat.step.graph import (
     NoBackward,
+    OwnMemory,
     Place,
     Recorded,
     Role,
@@ -39,7 +41,6 @@ from fxremat.step.graph import (
     Tensors,
     WaitingRun,
 )
-from fxremat.step.own_memory import OwnMemory, living_gradients
 from fxremat.step.promise import Promise
 from fxremat.step.versions import Part
 
