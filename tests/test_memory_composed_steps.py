@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import pytest
@@ -17,17 +17,17 @@ from fxremat.core.events import (
     Forward,
     Free,
     Given,
+    Outside,
     RunEvents,
     run_events_from_json,
     run_events_to_json,
 )
 from fxremat.core.layout import CodeBuffer
 from fxremat.core.step import Interface, Order, Version
+from fxremat.memory import composed_steps
 from fxremat.memory.allocator.caching import replay
 from fxremat.memory.allocator.settings import AllocatorSettings
 from fxremat.memory.composed_steps import (
-    composed,
-    composed_with_seconds,
     outside_in_order,
     paired,
     repeated_outside,
@@ -43,6 +43,13 @@ BLOCK = RunEvents(
     incoming=(("5", 10),),
 )
 """Of 7 bytes in between, 5 that are saved, and its result; with one weight of 2 bytes."""
+
+
+def composed(
+    outside: Iterable[Outside], version_of: Callable[[int], RunEvents]
+) -> tuple[Event, ...]:
+    """The events of a step alone."""
+    return composed_steps.composed(outside, version_of)[0]
 
 
 def live_after(events: Iterable[Event]) -> list[int]:
@@ -153,7 +160,9 @@ def test_a_gradient_that_stays_has_a_second_one_beside_it() -> None:
     run = replace(BLOCK, gradients_stay=True)
     with_second = replace(run, backward=(*run.backward, Allocate("1000000000", 2)))
     order: Order = ((0, "forward"), (0, "backward"))
-    events, second = composed_with_seconds(outside_in_order([run], order, 0), lambda _: with_second)
+    events, second = composed_steps.composed(
+        outside_in_order([run], order, 0), lambda _: with_second
+    )
     [(first, other)] = second.items()
     assert {Allocate(first, 2), Allocate(other, 2)} <= {*events}
     assert Free(other) in events  # when autograd has added it

@@ -224,16 +224,14 @@ def _parts_in_joint(value: object) -> int:
     return sum(_parts_in_joint(getattr(value, name)) for name in flatten()[0])
 
 
-_COMPRESSED = {
-    "rows": ("crow_indices", "col_indices", "values"),
-    "columns": ("ccol_indices", "row_indices", "values"),
-}
+_BY_ROWS = "crow_indices", "col_indices", "values"
+_BY_COLUMNS = "ccol_indices", "row_indices", "values"
 SPARSE = {
     torch.sparse_coo: ("_indices", "_values"),
-    torch.sparse_csr: _COMPRESSED["rows"],
-    torch.sparse_bsr: _COMPRESSED["rows"],
-    torch.sparse_csc: _COMPRESSED["columns"],
-    torch.sparse_bsc: _COMPRESSED["columns"],
+    torch.sparse_csr: _BY_ROWS,
+    torch.sparse_bsr: _BY_ROWS,
+    torch.sparse_csc: _BY_COLUMNS,
+    torch.sparse_bsc: _BY_COLUMNS,
 }
 """Layouts of tensors without a storage of their own, and what gives the parts that have one."""
 

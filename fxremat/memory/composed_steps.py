@@ -27,18 +27,12 @@ from fxremat.memory.gradients_that_stay import seconds
 
 def composed(
     outside: Iterable[Outside], version_of: Callable[[int], RunEvents]
-) -> tuple[Event, ...]:
+) -> tuple[tuple[Event, ...], dict[str, str]]:
     """The events of a step; ``version_of`` gives what each run takes.
 
-    Raises `ValueError` for a block that is used or freed outside and is not there.
+    With them, the second gradient beside each one that stays (`seconds`), by their names. Raises
+    `ValueError` for a block that is used or freed outside and is not there.
     """
-    return composed_with_seconds(outside, version_of)[0]
-
-
-def composed_with_seconds(
-    outside: Iterable[Outside], version_of: Callable[[int], RunEvents]
-) -> tuple[tuple[Event, ...], dict[str, str]]:
-    """The same, and the second gradient beside each one that stays (`seconds`), by their names."""
     composer = _Composer()
     for event in outside:
         match event:

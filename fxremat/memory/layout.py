@@ -33,7 +33,7 @@ from fxremat.core.step import Order
 from fxremat.memory.allocator.caching import replay
 from fxremat.memory.allocator.rules import SEGMENT_STEP_BYTES, SMALL_SEGMENT_BYTES, round_up
 from fxremat.memory.allocator.settings import AllocatorSettings
-from fxremat.memory.composed_steps import composed_with_seconds
+from fxremat.memory.composed_steps import composed
 from fxremat.memory.gradients_that_stay import (
     loop_of,
     seconds,
@@ -168,7 +168,7 @@ def asked_of_pools(
     With that, the second gradient beside each one that stays, by their names.
     """
     marked = [_marked(run, names) for run, names in zip(runs, placed, strict=True)]
-    events, second = composed_with_seconds(outside, marked.__getitem__)
+    events, second = composed(outside, marked.__getitem__)
     return without_arena(events), second
 
 
