@@ -163,15 +163,15 @@ def in_arena(found: Trial, small: Compiled, deeds: list[str], poison: bool) -> l
     return run(small, deeds)
 
 
+@pytest.mark.parametrize("reuse", [False, True])
 @settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(
     st.sampled_from([(1, 16, True), (3, 16, False), (2, 32, True)]),
     st.lists(st.sampled_from(DEEDS), min_size=4, max_size=40),
-    st.booleans(),
 )
-def test_loops(shape: tuple[int, int, bool], deeds: list[str], reuse: bool) -> None:
+def test_loops(reuse: bool, shape: tuple[int, int, bool], deeds: list[str]) -> None:
     small = compiled(*shape)
     expected = run(small, deeds)
     with trial() as found:
