@@ -10,20 +10,24 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from weakref import WeakSet
 
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from fxremat import inactive
 from fxremat.compat.call_stack import calling_modules
 from fxremat.compat.compilers import compile_with_inductor
 from fxremat.compat.configuration import inductor_patches
-from fxremat.compat.distributed.ranks import ranks_together
+from fxremat.compat.distributed.ranks import is_a_rank, ranks_together
 from fxremat.compat.dynamo import (
     current_compilation,
     inline_regions,
+    modules_compiled_by,
     more_follow,
     splits_for_ddp,
     takes_gradients,
+    unwrapped,
 )
 from fxremat.compat.inductor.lowered_ahead import forget_lowered
 from fxremat.compat.joint_graph import copy_module
@@ -34,6 +38,7 @@ from fxremat.compile.driver import total_bytes
 from fxremat.compile.ranks import agreed
 from fxremat.compile.request import device_of_inputs
 from fxremat.cost.cards import absent_card
+from fxremat.errors import InfeasibleBudget, forget_frames
 from fxremat.memory.enforced import enforced
 from fxremat.memory.storages import storages_of
 from fxremat.options import disabled, parse_options
@@ -43,7 +48,7 @@ from fxremat.step.context import Surroundings, fixed_inputs, model_context
 from fxremat.step.ddp import see_parts
 from fxremat.step.graph import Graph, Role, plan_only
 from fxremat.step.in_flight import watch_in_flight, without_backward
-from fxremat.step.observed import Observed
+from fxremat.step.promise import Observed
 from fxremat.step.runs import GraphInStep
 
 log = logging.getLogger(__name__)
@@ -64,6 +69,7 @@ def fxremat(
     is planned, and runs without memory as its inputs do.
     """
     if absent_card() is not None:
+        inactive.training_graph_seen()
         planned, report = plan_only(gm, example_inputs, options or {})
         session.STATE.reports += [] if report is None else [report]
         return planned
@@ -75,7 +81,31 @@ def fxremat(
     gm = inline_regions(gm)
     ranks = ranks_together(gm, example_inputs)
     graph = Graph(gm, copy_module(gm), example_inputs, parsed, mode, ranks)
-    return _compiled_in_step(graph, follow=more_follow(gm))
+    calling = list(map(unwrapped, calling_modules()))
+    _REFUSED.difference_update(calling)
+    _expect_others(graph, options)
+    try:
+        return _compiled_in_step(graph, follow=more_follow(gm))
+    except Exception:
+        _REFUSED.update(calling)
+        raise
+
+
+def _expect_others(graph: Graph, options: Mapping[str, Any] | None) -> None:
+    """Know of all modules that are compiled for the same budget, before they run.
+
+    Those in training mode will have gradients. Ranks count by what wrappers say, and DDP by parts.
+    """
+    scope = scopes.scope_of(graph.device, graph.options.memory_budget)
+    if graph.options.memory_budget is None or scope.graphs or is_a_rank() or splits_for_ddp():
+        return
+    modules = modules_compiled_by(fxremat)
+    trained = [one for one, given in modules if one.training and given == (options or {})]
+    scope.given.expect([one for one in trained if one not in _REFUSED], graph.device)
+
+
+_REFUSED: WeakSet[nn.Module] = WeakSet()
+"""Modules that could not be compiled: who has caught the error, and makes another, has both."""
 
 
 def _role_of(graph: Graph) -> Role:
@@ -95,15 +125,50 @@ def _compiled_in_step(graph: Graph, *, follow: bool) -> Callable[..., Any]:
 
     With ``follow`` others come after it in the function that Dynamo compiles.
     """
+    scope = scopes.scope_of(graph.device, graph.options.memory_budget)
+    session.STATE.rank_timeout = graph.options.rank_timeout
+    in_step, apart = _placed(graph, list(scope.given.modules), follow), None
+    if in_step.where.context.siblings:
+        apart = _placed(graph, (), follow)
+    try:
+        found = in_step.compiled()
+    except InfeasibleBudget as refused:
+        if apart is None:
+            raise
+        forget_frames(refused)
+        in_step, apart, scope.given.refused = apart, None, refused
+        try:
+            found = in_step.compiled()
+        except InfeasibleBudget:
+            raise refused from None
+    limited = in_step.request.budget.limit is not None
+    if found is None:
+        assert in_step.call is not None
+        if limited and takes_gradients(graph.kept):
+            inactive.training_graph_seen()
+            log.warning(NOT_PLANNED)
+        call = without_backward(in_step.call, scope) if limited else in_step.call
+        return _under_cap(in_step, call)
+    if limited:
+        inactive.training_graph_seen()
+    graph.forget_inputs()
+    scope.graphs.add(in_step)
+    watched = watch_in_flight(found, scope, in_step.place[0], in_step, apart)
+    return _under_cap(in_step, watched)
+
+
+def _placed(graph: Graph, compiled: Sequence[nn.Module], follow: bool) -> GraphInStep:
+    """A graph in its step, where modules like its own among those ``compiled`` wait with it."""
     options, device, role = graph.options, graph.device, _role_of(graph)
-    session.STATE.rank_timeout = options.rank_timeout
     scope, place = scopes.scope_of(device, options.memory_budget), current_compilation()
-    context = model_context(options, device)
+    context = model_context(options, device, compiled)
     count = context.runs if role.described is None else len(role.described.runs_of(role.index))
-    beside = scope.neighbours(place, graph.inputs, context.others, device, count)
     everything = pytree.tree_leaves([each() for each in context.everything])
+    beside = scope.neighbours(place, graph.inputs, context.others, device, count)
     weights = [one for one in everything if isinstance(one, nn.Parameter)]
     request = graph.request(context.nbytes, beside.nbytes, weights)
+    if device.type == "cuda":  # all else that is there is seen
+        request = request.with_budget(held=request.budget.held + beside.coming)
     if context.pipeline is not None and context.pipeline.whole:  # others hold what it is given
         places = places_in_joint(graph.inputs)
         request = request.with_inputs(parameters=tuple(range(places[-1].stop)))
@@ -126,17 +191,7 @@ def _compiled_in_step(graph: Graph, *, follow: bool) -> Callable[..., Any]:
     )
     limited = request.budget.limit is not None
     observed = Observed(session.signature(graph.kept, graph.inputs) if limited else "")
-    in_step = GraphInStep(graph, request, where, role, observed=observed)
-    found = in_step.compiled()
-    if found is None:
-        assert in_step.call is not None
-        if limited and takes_gradients(graph.kept):
-            log.warning(NOT_PLANNED)
-        call = without_backward(in_step.call, scope) if limited else in_step.call
-        return _under_cap(in_step, call)
-    graph.forget_inputs()
-    scope.graphs.add(in_step)
-    return _under_cap(in_step, watch_in_flight(found, scope, place[0], in_step))
+    return GraphInStep(graph, request, where, role, observed=observed)
 
 
 NOT_PLANNED = (
@@ -162,9 +217,11 @@ def _under_cap(in_step: GraphInStep, call: Callable[..., Any]) -> Callable[..., 
 def _reset() -> None:
     """Forget what was compiled; called by ``torch._dynamo.reset()``."""
     session.reset()
+    inactive.reset()
     scopes.forget()
     forget_lowered()
 
 
 fxremat.reset = _reset  # type: ignore[attr-defined]
 note_optimizers()
+inactive.watch(fxremat)

@@ -55,6 +55,7 @@ __all__ = [
 EXECUTORS = ("inductor", "aot_eager")
 OP_TIMES = ("auto", "roofline", "measured")
 DISABLE_VARIABLE = "FXREMAT_DISABLE"
+BUDGET_VARIABLE = "FXREMAT_MEMORY_BUDGET"
 
 
 def _option(
@@ -81,7 +82,7 @@ class Options:
     memory_budget: int | None = _option(
         None,
         read_budget,
-        "FXREMAT_MEMORY_BUDGET",
+        BUDGET_VARIABLE,
         "bytes: int, '8GiB', '8GB', '80%' (of the device), or None",
         "Most bytes on the device at any moment of forward and backward.",
         unset="CUDA: nearly all that is free when compiling; elsewhere: no limit",

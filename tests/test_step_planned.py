@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import fxremat
 from fxremat.sizes import MIB
@@ -219,6 +220,49 @@ def adversaries() -> Case:
 
     models = [nn.Sequential(*(Block(32) for _ in range(depth))) for depth in (1, 2)]
     return Case(models, [torch.randn(512, 32)], run)
+
+
+class Loose(nn.Module):
+    """Blocks that a function calls; each of them is compiled by itself."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(depth)
+        )
+
+
+@cache
+def called_by_a_function(checkpointed: bool) -> Case:
+    torch.manual_seed(0)
+    model = Loose(6)
+
+    def run(functions: Sequence[Any], given: Sequence[Tensor]) -> None:
+        x = given[0]
+        for block in functions:
+            x = x + (checkpoint(block, x, use_reentrant=False) if checkpointed else block(x))
+        loss: Any = x.square().mean()
+        loss.backward()
+
+    return Case([*model.blocks], [torch.randn(512, 64)], run)
+
+
+@pytest.mark.parametrize(("checkpointed", "percent"), [(False, 75), (True, 100), (True, 101)])
+def test_blocks_that_a_function_calls_keep_the_budget(checkpointed: bool, percent: int) -> None:
+    """Weights and gradients of all of them count before they run."""
+    case = called_by_a_function(checkpointed)
+    assert case.kept(case.budget(percent)) > case.plain[1] // 2
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_blocks_that_a_function_calls_are_refused_with_a_true_least(checkpointed: bool) -> None:
+    case = called_by_a_function(checkpointed)
+    least = case.refused(MIB)
+    assert least is not None
+    weights = sum(p.nbytes for model in case.models for p in model.parameters())
+    assert least > 2 * weights
+    again = case.refused(least)
+    assert again is None or again <= least * 1.02
 
 
 @pytest.mark.filterwarnings("ignore::fxremat.PromiseBroken")

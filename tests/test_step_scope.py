@@ -42,7 +42,7 @@ def test_a_budget_is_the_same_however_it_is_given(monkeypatch: pytest.MonkeyPatc
         call(torch.ones(4, 8)).sum().backward()
     [only] = scope._SCOPES.values()
     assert len(only.graphs) == len(calls)
-    assert len(only.parameters) == 2 * len(calls)
+    assert len(only.given.parameters) == 2 * len(calls)
     compiled(nn.Linear(8, 12), memory_budget="65MiB")(torch.ones(4, 8)).sum().backward()
     assert len(scope._SCOPES) == 2
 
@@ -81,7 +81,7 @@ def test_what_is_gone_counts_no_longer() -> None:
     gc.collect()
     after = neighbours()
     assert (after.resident, after.batch, after.waiting) == (0, 0, 0)
-    assert len(only.parameters) == 2
+    assert len(only.given.parameters) == 2
 
 
 def trained() -> scope.BudgetScope:
@@ -96,8 +96,8 @@ def test_graphs_are_gone_with_the_code_that_runs_them() -> None:
     """Dynamo keeps that code longer than its modules; such a graph holds nothing."""
     only = trained()
     gc.collect()
-    assert not only.parameters
-    assert not only.batch
+    assert not only.given.parameters
+    assert not only.given.batch
     torch._dynamo.reset()
     gc.collect()
     assert not only.graphs

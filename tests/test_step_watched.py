@@ -20,7 +20,7 @@ from fxremat.memory import watched_steps
 from fxremat.memory.watched_steps import WATCHED_STEPS, StepWatch
 from fxremat.sizes import MIB, parse_bytes
 from fxremat.step import scope
-from fxremat.step.observed import Observed
+from fxremat.step.promise import Observed
 from tests.small import Block
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

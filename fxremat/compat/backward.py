@@ -227,7 +227,7 @@ def node_of_forward(results: object, since: int) -> Any:
     the forward returned as they were. A forward that runs with hooks on what is saved, as under
     `torch.utils.checkpoint`, saves what the hooks make of it; it counts as saving nothing.
     """
-    return None if _hooks_on_what_is_saved() else node_of_results(results, since)
+    return None if hooks_on_what_is_saved() else node_of_results(results, since)
 
 
 def node_of_results(results: object, since: int) -> Any:
@@ -244,7 +244,11 @@ def node_of_results(results: object, since: int) -> Any:
     return None
 
 
-def _hooks_on_what_is_saved() -> bool:
+def hooks_on_what_is_saved() -> bool:
+    """Whether a forward that runs now saves what hooks make of it.
+
+    So it is under `torch.utils.checkpoint`, where it runs first and where it runs again.
+    """
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 

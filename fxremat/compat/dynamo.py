@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import operator
+import os
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from operator import attrgetter
 from types import FrameType
 from typing import Any
@@ -27,6 +30,67 @@ def compiled_parts(model: nn.Module) -> list[nn.Module]:
         elif module._compiled_call_impl is not None:
             found.append(module)
     return list(dict.fromkeys(found))
+
+
+@dataclass(frozen=True)
+class GivenUp:
+    """A function that Dynamo runs as it is: its name, file and line, and the reason."""
+
+    where: str
+    reason: str
+
+
+def frames_given_up() -> list[GivenUp]:
+    """The functions that Dynamo could not compile, among the last that it was asked to.
+
+    Not those whose compiler raised an error: the user has seen that.
+    """
+    from torch._dynamo.utils import get_compilation_metrics
+
+    found: dict[GivenUp, None] = {}
+    for each in get_compilation_metrics():
+        if each.fail_type in (None, "BackendCompilerFailed"):
+            continue
+        where = f"{each.co_name}, {os.path.basename(each.co_filename or '')}"
+        line = each.fail_user_frame_lineno or each.co_firstlineno
+        reason = (each.fail_reason or each.fail_type or "").strip().split("\n")[0]
+        found[GivenUp(f"{where}:{line}", reason)] = None
+    return list(found)
+
+
+def options_given_to(backend: Callable[..., Any]) -> list[Mapping[str, Any]]:
+    """The options of everything that is compiled by this backend, or would be; slow."""
+    wrapper = torch._TorchCompileWrapper
+    found = [one for one in gc.get_objects() if type(one) is wrapper]
+    return [one.kwargs.get("options", {}) for one in found if one.compiler_fn is backend]
+
+
+def modules_compiled_by(backend: Callable[..., Any]) -> list[tuple[nn.Module, Mapping[str, Any]]]:
+    """All modules that this backend compiles, whole or in place, and the options of each; slow.
+
+    What a compilation that failed has left over is not among them.
+    """
+    from torch._dynamo import OptimizedModule
+    from torch._dynamo.eval_frame import innermost_backend
+
+    gc.collect()
+    found: list[tuple[nn.Module, Mapping[str, Any]]] = []
+    for one in [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]:
+        if isinstance(one, OptimizedModule):
+            context: Any = one.dynamo_ctx
+        else:
+            context = _context_of(vars(one).get("_compiled_call_impl"))
+        wrapper = innermost_backend(context.callback) if context is not None else None
+        if isinstance(wrapper, torch._TorchCompileWrapper) and wrapper.compiler_fn is backend:
+            found.append((unwrapped(one), wrapper.kwargs.get("options", {})))
+    return found
+
+
+def _context_of(compiled: Any) -> Any:
+    """What `torch.compile` has made this function with; None if it has not."""
+    cells = getattr(compiled, "__closure__", None) or ()
+    names = compiled.__code__.co_freevars if cells else ()
+    return dict(zip(names, (cell.cell_contents for cell in cells), strict=True)).get("self")
 
 
 def compile_parts(model: nn.Module, parts: Iterable[nn.Module], **how: Any) -> None:

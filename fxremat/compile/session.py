@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import fx, nn
 
+from fxremat import inactive
 from fxremat.compat.configuration import cache_directory
 from fxremat.compat.joint_graph import copy_module
 from fxremat.core.json_data import from_data, to_data
@@ -57,7 +58,11 @@ STATE = State()
 
 
 def reports() -> list[Report]:
-    """The reports of all graphs compiled since the last reset, newest last."""
+    """The reports of all graphs compiled since the last reset, newest last.
+
+    It warns if something is trained outside of a budget that was asked for.
+    """
+    inactive.look()
     return list(STATE.reports)
 
 

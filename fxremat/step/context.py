@@ -3,7 +3,7 @@ step as it is taken to be before it has run."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import ref
@@ -12,9 +12,10 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from fxremat.compat.backward import hooks_on_what_is_saved
 from fxremat.compat.call_stack import calling_modules
 from fxremat.compat.distributed.ranks import Shards, shards_of
-from fxremat.compat.dynamo import compiled_parts
+from fxremat.compat.dynamo import compiled_parts, unwrapped
 from fxremat.compat.tensors import is_dtensor
 from fxremat.core.step import NOTHING_GATHERED, Gathered
 from fxremat.memory.storages import storage_bytes
@@ -40,7 +41,8 @@ class ModelContext:
     ``left_bytes`` are the gradients of one run that stay, None: as many as its graph gives. Where a
     schedule runs it, the ``pipeline`` says what the rank does in a step. Of ``nbytes``,
     ``late`` may be there for a short time, and are not compared with what is seen at run time.
-    Besides there is what is ``gathered``, where the part is ``sharded``.
+    Besides there is what is ``gathered``, where the part is ``sharded``. So many of the runs are of
+    ``siblings``: modules like the part that are in no module with it, so they may run in turn.
     """
 
     runs: int = 1
@@ -52,28 +54,34 @@ class ModelContext:
     late: int = 0
     gathered: Gathered = NOTHING_GATHERED
     sharded: bool = False
+    siblings: int = 0
 
 
-def model_context(options: Options, device: torch.device) -> ModelContext:
+def model_context(
+    options: Options, device: torch.device, compiled: Sequence[nn.Module] = ()
+) -> ModelContext:
     """Of the graph that Dynamo compiles now, by the modules whose forward is running.
 
     Its part is the innermost of them, and the model the outermost. As many runs wait at once as
     there are modules like the part that are compiled by themselves. Where Dynamo could not go on
-    into the part, and so compiles it by itself, these are all modules like it.
+    into the part, and so compiles it by itself, these are all modules like it. Where no module is
+    around the part, they are among those that are ``compiled`` for the budget.
     """
     calls = calling_modules()
     if not calls:
         return ModelContext(options.instances or 1)
     model, part = next(iter(calls)), next(reversed(calls))
+    plain = unwrapped(part)
+    siblings = _called_in_turn(plain, compiled) if unwrapped(model) is plain else []
 
     def alike(module: nn.Module) -> int:
         """How many modules inside are compiled by themselves, and like the part."""
         parts = compiled_parts(module)
-        parts = parts if part in compiled_parts(model) else list(module.modules())
-        return sum(_form(one) == _form(part) for one in parts)
+        parts = parts if plain in compiled_parts(model) else list(module.modules())
+        return sum(_form(one) == _form(plain) for one in [*parts, *siblings])
 
     pipeline = pipeline_of(part, device, alike) if options.instances is None else None
-    modules = (model,) if pipeline is None else pipeline.modules
+    modules = (model, *siblings) if pipeline is None else pipeline.modules
     everything = [x for module in modules for x in _tensors_of(module)]
     own = {id(x) for x in _tensors_of(part)}
     others = [x for x in everything if id(x) not in own]
@@ -92,24 +100,44 @@ def model_context(options: Options, device: torch.device) -> ModelContext:
         around += (pipeline.buffers,)
     gathered = beside.gathered
     if pipeline is not None and _is_sharded(model) and gathered.ahead:
-        most, gives_back = max(gathered.ahead, gathered.sent), gathered.kept < gathered.ahead
-        pipeline = replace(pipeline, gathered_bytes=most, gives_back=gives_back)
-        beside = replace(beside, left=None)
+        pipeline, beside = _gathering(pipeline, gathered), replace(beside, left=None)
     late = _late_results(part, calls[part], device, max(gathered.ahead, gathered.sent))
     total = storage_bytes([x for x in others if id(x) not in own], device)
     total += beside.held + late
     if pipeline is not None:
         total += pipeline.buffers_size
     elif runs > 1:
-        total += LOSS_BYTES
+        total += LOSS_BYTES + (_sums_between(calls[model], device) if siblings else 0)
     at_all_times, gathered = _gathered(gathered, pipeline, runs)
     if device.type == "cuda":  # as all around, counted elsewhere
         gathered = NOTHING_GATHERED
-    left, sharded = beside.left, any(map(_is_sharded, calls))
-    total += at_all_times
-    return ModelContext(
-        runs, total, tuple(map(ref, others)), around, left, pipeline, late, gathered, sharded
-    )
+    found = ModelContext(runs, total + at_all_times, tuple(map(ref, others)), around)
+    wrapped = any(map(_is_sharded, calls))
+    return replace(
+        found, left_bytes=beside.left, pipeline=pipeline, late=late, gathered=gathered,
+        sharded=wrapped, siblings=len(siblings),
+    )  # fmt: skip
+
+
+def _called_in_turn(part: nn.Module, compiled: Sequence[nn.Module]) -> list[nn.Module]:
+    """Those like the part among the ``compiled``, which a function calls one after the other.
+
+    Each of them waits for its backward then, unless `torch.utils.checkpoint` runs it again.
+    """
+    if part not in compiled or hooks_on_what_is_saved():
+        return []
+    return [one for one in compiled if one is not part and _form(one) == _form(part)]
+
+
+def _gathering(pipeline: Pipeline, gathered: Gathered) -> Pipeline:
+    """The schedule of a rank whose parameters are gathered for each run."""
+    most, gives_back = max(gathered.ahead, gathered.sent), gathered.kept < gathered.ahead
+    return replace(pipeline, gathered_bytes=most, gives_back=gives_back)
+
+
+def _sums_between(given: Any, device: torch.device) -> int:
+    """The function that calls blocks may add what each of them gives to what it was given."""
+    return storage_bytes(pytree.tree_leaves(given), device)
 
 
 def _gathered(gathered: Gathered, pipeline: Pipeline | None, runs: int) -> tuple[int, Gathered]:

@@ -15,15 +15,18 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from fxremat.compat.backward import (
     autograd_position,
+    hooks_on_what_is_saved,
     node_of_forward,
     node_of_results,
     when_backward_ends,
 )
 from fxremat.compat.tensors import is_fake
 from fxremat.core.layout import NOWHERE, StepLayout
+from fxremat.errors import InfeasibleBudget, forget_frames
 from fxremat.memory.arena import Arena, PlacedRun
 from fxremat.memory.storages import storages_of
 from fxremat.runtime.placed import places_of_forward, set_places_of_backward
@@ -47,6 +50,10 @@ class PlannedGraph(SharingGraph, Protocol):
         """Whether its parameters are gathered when it runs, so that they do not live on."""
         ...
 
+    def compiled(self) -> RunVersions | None:
+        """The versions for its first runs."""
+        ...
+
     def renewed(self, args: Iterable[object]) -> RunVersions | None:
         """Other versions, where the step has changed since these were chosen; else None."""
         ...
@@ -57,7 +64,11 @@ class PlannedGraph(SharingGraph, Protocol):
 
 
 def watch_in_flight(
-    runs: RunVersions, scope: BudgetScope, frame: int = 0, graph: PlannedGraph | None = None
+    runs: RunVersions,
+    scope: BudgetScope,
+    frame: int = 0,
+    graph: PlannedGraph | None = None,
+    apart: PlannedGraph | None = None,
 ) -> Compiled:
     """One callable for all runs of a graph, which warns when a budget will not be kept.
 
@@ -65,9 +76,10 @@ def watch_in_flight(
     or of others in the same ``scope``: once for each number of them that is larger than before.
     Where more runs of the ``graph`` wait than were planned for, it is planned again for as many,
     with immediate effect. When none of its runs waits it may take other versions, if the step has
-    changed.
+    changed. The graph was planned for modules that wait together; if they run in turn, the one
+    ``apart`` takes its place.
     """
-    watched_runs = _WatchedRuns(runs, scope, frame, graph)
+    watched_runs = _WatchedRuns(runs, scope, frame, graph, apart)
 
     def watched(*args: Any) -> Any:
         return watched_runs.run(args)
@@ -102,6 +114,7 @@ class _WatchedRuns:
     scope: BudgetScope
     frame: int
     graph: PlannedGraph | None
+    apart: PlannedGraph | None = None
     placed: tuple[PlacedRun, ...] = ()
     placed_for: StepLayout = NOWHERE
 
@@ -113,10 +126,10 @@ class _WatchedRuns:
             return self.runs.of_run(scope.free_place(self.frame)).call(*args)
         scope.step_begins()
         if scope.records and not (self.graph is not None and self.graph.sharded):
-            scope.note(args)
-        if self.graph is not None and not any(
-            one.runs is self.runs for one in scope.waiting.values()
-        ):
+            scope.given.note(args)
+        if self.apart is not None and self.scope.last and not self.is_pinned:
+            self._take_apart()
+        if self.graph is not None and not self.is_pinned:
             self.runs = self.graph.renewed(args) or self.runs
         place, before = scope.free_place(self.frame), autograd_position()
         one = self.runs.of_run(place)
@@ -130,12 +143,16 @@ class _WatchedRuns:
             scope.own.to_move = []
         with places_of_forward(None if placed is None else placed.forward):
             results = one.call(*args)
+        whole = node_of_results(results, before)
         if placed is not None:
-            set_places_of_backward(node_of_results(results, before), placed.backward)
+            set_places_of_backward(whole, placed.backward)
+        if whole is not None and scope.watch is not None and not scope.watch.is_over:
+            when_backward_ends(whole, partial(scope.end, promise))
         node = node_of_forward(results, before)
+        if node is None and whole is not None:
+            batch = [one for one in args if not isinstance(one, nn.Parameter)]
+            scope.given.checkpointed.add(whole, storages_of(batch, promise.device))
         if node is not None:
-            if scope.watch is not None and not scope.watch.is_over:
-                when_backward_ends(node, partial(scope.end, promise))
             made = results if isinstance(results, (list, tuple)) else (results,)
             run = WaitingRun(weakref.ref(node), promise, self.runs, self.graph, self.frame, place)
             if scope.records:
@@ -145,6 +162,26 @@ class _WatchedRuns:
             own = (*args, *made)
             self.look(run, own)
         return results
+
+    def _take_apart(self) -> None:
+        """Take what was planned for modules that run in turn, if these did in the last step."""
+        apart, self.apart = self.apart, None
+        if apart is None or self.frame in self.scope.given.together:
+            return
+        try:
+            self.runs = apart.compiled() or self.runs
+        except InfeasibleBudget as refused:
+            forget_frames(refused)
+            return
+        self.scope.graphs.discard(self.graph)
+        self.scope.graphs.add(apart)
+        self.graph = apart
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether its versions stay: one waits, or is to save again what it has saved."""
+        waits = any(one.runs is self.runs for one in self.scope.waiting.values())
+        return waits or (hooks_on_what_is_saved() and self.scope.is_under_way)
 
     def placed_run(self, place: int, device: torch.device) -> PlacedRun | None:
         """Where the buffers of the run at a place lie, if that was planned."""
@@ -162,6 +199,8 @@ class _WatchedRuns:
         if broken is None:
             return
         waiting, planned = self.scope.waiting_of(self.frame), len(self.runs.version_of_run)
+        if waiting > planned and self.scope.given.refused is not None:
+            raise self.scope.given.refused
         if waiting > planned and self.graph is not None:
             count = 1 << (waiting - 1).bit_length()
             log.warning("%d runs wait for their backward at once: planned for %d", waiting, count)

@@ -1,12 +1,17 @@
-"""What was promised of a compiled graph, and which version each of its runs takes."""
+"""What was promised of a compiled graph, which version each of its runs takes, and what steps were
+observed to take beside it, kept on disk for the next run."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+
+from fxremat.compat.configuration import cache_directory, caches_disabled
+from fxremat.disk_cache import Answers, Question
 
 Compiled = Callable[..., Any]
 Around = tuple[Callable[[], torch.Tensor | list[torch.Tensor] | None], ...]
@@ -64,3 +69,42 @@ class RunVersions:
     def of_run(self, place: int) -> PromisedVersion:
         """The version of the run at a place among those that wait."""
         return self.versions[self.version_of_run[min(place, len(self.version_of_run) - 1)]]
+
+
+@dataclass
+class Observed:
+    """Bytes that were seen beside a graph, named by its ``signature``; "" for none to remember.
+
+    Those ``between`` are there while all runs of the step wait, and those ``held`` at all times.
+    Fewer than were ``counted`` are known again only where as many are counted again.
+    """
+
+    signature: str = ""
+    between: int = 0
+    held: int = 0
+    counted: int = 0
+
+    def recall(self, limit: int | None, device: torch.device) -> None:
+        """Know what an earlier run has noted under this budget."""
+        if limit is None or not self.signature or caches_disabled():
+            return
+        known = _answers().read(self._question(limit, device))
+        if isinstance(known, list) and [*map(type, known)] == [int] * 3:
+            between, held, counted = known
+            if held >= 0 or counted == self.counted:
+                self.between, self.held = between, held
+
+    def note(self, between: int, held: int, limit: int | None, device: torch.device) -> None:
+        """So many bytes more were seen, or fewer."""
+        self.between += between
+        self.held += held
+        if limit is not None and self.signature and not caches_disabled():
+            found = [self.between, self.held, self.counted]
+            _answers().keep(self._question(limit, device), found)
+
+    def _question(self, limit: int, device: torch.device) -> Question:
+        return {"graph": self.signature, "budget": limit, "device": str(device)}
+
+
+def _answers() -> Answers:
+    return Answers(Path(cache_directory()) / "fxremat" / "observed")

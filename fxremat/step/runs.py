@@ -42,8 +42,7 @@ from fxremat.step.description import (
     summary_of,
 )
 from fxremat.step.graph import CompiledVersion, Graph, NoBackward, Place, Role, Taken, Tensors
-from fxremat.step.observed import Observed
-from fxremat.step.promise import Compiled, Promise, PromisedVersion, RunVersions
+from fxremat.step.promise import Compiled, Observed, Promise, PromisedVersion, RunVersions
 from fxremat.step.versions import Offer, Part, version_in
 
 log = logging.getLogger(__name__)
@@ -151,14 +150,15 @@ class GraphInStep:
     @property
     def unseen_bytes(self) -> int:
         """Of what is held beside it, all that no run has saved."""
-        return self.request.budget.held - self.where.neighbours.waiting
+        others = self.where.neighbours
+        return self.request.budget.held - others.waiting - others.coming
 
     def renewed(self, args: Iterable[object]) -> RunVersions | None:
         """Other versions, where the step has changed since these were chosen; else None."""
         if self.role.is_due or self._see_gradients(args):
             return self._planned_again()
         alone = self.role.described is None and self.taken.count == 1 and not self.graph.ranks
-        scope, known = self.where.scope, len(self.where.scope.parameters)
+        scope, known = self.where.scope, len(self.where.scope.given.parameters)
         if not alone or scope.due or scope.waiting or self.taken.parameters == known:
             return None  # as planned, or about to be planned with the others
         self.taken.parameters = known
@@ -172,9 +172,7 @@ class GraphInStep:
 
     def is_complete(self) -> bool:
         """Whether all that was counted beside it is there: its optimizers have their states."""
-        known = self.where.scope.parameters.values()
-        weights = [one for each in known if (one := each()) is not None]
-        trained = optimizer_memory(None, weights, self.where.device)
+        trained = optimizer_memory(None, self.where.scope.given.weights(), self.where.device)
         named = self.graph.options.optimizer not in (None, "none")
         return not trained.missing and (not named or trained.trained > 0)
 
@@ -194,7 +192,7 @@ class GraphInStep:
 
         They count from then on, and later ones lie outside of the arena, where these are moved.
         """
-        several = self.taken.count != 1 or self.role.described is not None  # seen together
+        several = self.taken.count != 1 or self.role.described is not None
         counts = self.request.budget.limit is not None and not self.sharded
         if several or is_a_rank() or self.gradients_stay or not counts:
             return False
@@ -230,6 +228,9 @@ class GraphInStep:
             return self._compiled_so()
         except InfeasibleBudget as refused:
             log.warning("the plan stays as it is: %s", refused)
+            self.observed.note(
+                -self.observed.between, 0, self.request.budget.limit, self.where.device
+            )
             forget_frames(refused)
             return None
 
@@ -239,7 +240,7 @@ class GraphInStep:
         if where.device.type != "cpu" or budget.limit is None:
             return None
         beside = where.scope.neighbours(where.place, args, self.around, where.device, 1)
-        more = beside.resident - where.neighbours.resident
+        more = beside.lasting - where.neighbours.lasting
         if self.taken.own_peak_bytes + budget.held + max(0, more) <= budget.limit:
             return None
         self.where = replace(where, neighbours=beside)
@@ -259,8 +260,7 @@ class GraphInStep:
         except InfeasibleBudget as refused:
             if refused.minimum_bytes is None or not self.where.neighbours.graphs:
                 raise
-            least = self._least_of_all(refused)
-            if least > refused.budget_bytes:
+            if (least := self._least_of_all(refused)) > refused.budget_bytes:
                 raise InfeasibleBudget(refused.budget_bytes, least, *refused.args[2:]) from None
             forget_frames(refused)
             missing = refused.minimum_bytes - refused.budget_bytes

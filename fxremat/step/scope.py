@@ -15,11 +15,10 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import nn
 from torch.utils import _pytree as pytree
 
 from fxremat.compat.absent.tracing import apart_from_tracing
-from fxremat.compat.backward import when_freed
+from fxremat.compat.backward import hooks_on_what_is_saved, running_backward, when_freed
 from fxremat.compat.distributed.ranks import is_a_rank
 from fxremat.compat.dynamo import compilations
 from fxremat.core.constants import MUCH_UNUSED
@@ -31,6 +30,7 @@ from fxremat.memory.watched_steps import MOST_STEPS, StepWatch
 from fxremat.runtime.accumulation import living_gradients
 from fxremat.sizes import format_bytes
 from fxremat.step.description import Planner, StepDescription
+from fxremat.step.given import Given
 from fxremat.step.graph import (
     NoBackward,
     OwnMemory,
@@ -52,8 +52,9 @@ class Neighbours:
     """What other graphs hold while one is compiled, in bytes on its device.
 
     ``resident`` are their parameters, with the gradients of these, and what else is known of their
-    models; ``batch`` is what else they are given that no graph has made; ``waiting`` is what
-    those of their runs have saved that wait now. ``graphs`` are those of these runs. Graphs of the
+    models; ``coming`` are gradients of modules that will run for the same budget; ``batch`` is what
+    else they are given that no graph has made; ``waiting`` is what those of their runs have saved
+    that wait now. ``graphs`` are those of these runs. Graphs of the
     same frame share places: where all that wait are known as parts, ``first`` are the parts of the
     run at each place, and what they have saved is not among ``waiting``.
     """
@@ -63,11 +64,17 @@ class Neighbours:
     waiting: int = 0
     graphs: tuple[SharingGraph, ...] = ()
     first: tuple[tuple[Part, ...], ...] = ()
+    coming: int = 0
+
+    @property
+    def lasting(self) -> int:
+        """What outlives a step."""
+        return self.resident + self.coming
 
     @property
     def nbytes(self) -> int:
         """All of it."""
-        return self.resident + self.batch + self.waiting
+        return self.lasting + self.batch + self.waiting
 
 
 @dataclass
@@ -97,10 +104,7 @@ class BudgetScope:
 
     waiting: dict[int, WaitingRun] = field(default_factory=dict)
     graphs: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
-    parameters: dict[int, weakref.ref[torch.Tensor]] = field(default_factory=dict)
-    """Those that graphs were given, by their identity."""
-    batch: dict[int, weakref.ref[torch.Tensor]] = field(default_factory=dict)
-    """What else they were given that no graph has made."""
+    given: Given = field(default_factory=Given)
     order: list[Recorded] = field(default_factory=list)
     last: list[Recorded] = field(default_factory=list)
     due: bool = False
@@ -133,8 +137,9 @@ class BudgetScope:
         distinct = tuple(dict.fromkeys(graphs))
         resident = self.resident_beside(own, device, models=not around)
         known = {**own, **resident}
-        batch = storages_of(_alive(self.batch.values()), device)
-        batch = {key: size for key, size in batch.items() if key not in known}
+        batch = storages_of(self.given.batches(), device)
+        of_first = {key for one in self.waiting.values() if one not in runs for key in one.given}
+        batch = {key: size for key, size in batch.items() if key not in {*known, *of_first}}
         held = sum(size for key, size in waiting.items() if key not in {**known, **batch})
         for graph in distinct:  # of runs that are still to come, as micro-batches are
             missing = graph.taken.count - graphs.count(graph)
@@ -143,15 +148,15 @@ class BudgetScope:
             together = (one for one in self.graphs if one.place == place and one not in distinct)
             held += sum(one.taken.own_peak_bytes for one in together)
         beside, besides = sum(resident.values()), sum(batch.values())
-        return Neighbours(beside, besides, held, distinct, first)
+        coming = self.given.coming_bytes(own, device)
+        return Neighbours(beside, besides, held, distinct, first, coming)
 
     def resident_beside(
         self, own: Storages, device: torch.device, *, models: bool = True
     ) -> Storages:
         """Parameters of all graphs with their gradients, and all else that is known of their
         ``models``, unless a graph counts what lies around it itself."""
-        found: Storages = {}
-        found |= with_gradients(_alive(self.parameters.values()), device)
+        found = self.given.resident(device)
         for graph in self.graphs if models else ():
             found |= storages_of(_alive(graph.around), device)
         return {key: size for key, size in found.items() if key not in own}
@@ -254,15 +259,22 @@ class BudgetScope:
 
     # -- runs ----------------------------------------------------------------------------------
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a step has begun: a run waits, or will run again or does so now."""
+        runs_again = hooks_on_what_is_saved() and running_backward() is not None
+        return bool(self.waiting or self.given.checkpointed.nodes) or runs_again
+
     def begin(self, promise: Promise, args: Iterable[object]) -> None:
         """A forward begins; if none waits, a step does."""
         if self.watch is None:
             device, budget = promise.device, promise.budget_bytes
             self.watch = StepWatch(device, budget, promise.counts_reserved, self._compilations)
-        if not self.waiting and not self.watch.is_over:
+        if not self.is_under_way and not self.watch.is_over:
             around, self.saved_bytes = [each() for each in promise.around], 0
             around = pytree.tree_leaves(around)
-            resident = with_gradients([*args, *around], promise.device)
+            known = [*self.given.weights(), *self.given.batches()]
+            resident = with_gradients([*args, *around, *known], promise.device)
             arena = self.own.arena
             if arena is not None:
                 resident = {k: n for k, n in resident.items() if not arena.holds(k)}
@@ -273,17 +285,9 @@ class BudgetScope:
         """How many there were, by Dynamo and by graphs that were planned again."""
         return compilations() + self.compiled_again
 
-    def note(self, given: Iterable[object]) -> None:
-        """A graph is given these arguments."""
-        for one in given:
-            if isinstance(one, torch.Tensor) and one.is_leaf:
-                known = self.parameters if isinstance(one, nn.Parameter) else self.batch
-                if id(one) not in known:
-                    known[id(one)] = weakref.ref(one, partial(_forget, known, id(one)))
-
     def step_begins(self) -> None:
         """Before a forward: if none waits, the step before is over, and may be planned as one."""
-        if self.waiting:
+        if self.is_under_way:
             return
         self.last, self.order = self.order or self.last, []
         graphs = {graph for one in self.last if (graph := one.graph()) is not None}
@@ -291,6 +295,7 @@ class BudgetScope:
             graph.role.runs_alone = len(graphs) == 1
         self._use_what_is_left()
         self._see_gradients(graphs)
+        self._see_checkpointed()
         if self.due and self.last:
             self._plan_anew()
 
@@ -299,10 +304,20 @@ class BudgetScope:
         several = [one for one in graphs if one.role.described is not None]
         if not several or is_a_rank() or any(one.gradients_stay for one in several):
             return
-        if living := living_gradients(each() for each in self.parameters.values()):
+        if living := living_gradients(self.given.weights()):
             for one in several:
                 one.expect_gradients(living)
             self.due = True
+
+    def _see_checkpointed(self) -> None:
+        """Have all graphs planned beside what `torch.utils.checkpoint` was seen to hold."""
+        more = self.given.checkpointed.seen - self.given.checkpointed.counted
+        if more <= 0 or is_a_rank():
+            return
+        self.given.checkpointed.counted += more
+        for graph in list(self.graphs):
+            graph.set_aside(0, more)
+            self.due |= graph.role.described is not None
 
     def _use_what_is_left(self) -> None:
         """Have all graphs planned again, once, where the loop takes much less than was promised.
@@ -333,7 +348,7 @@ class BudgetScope:
 
     def end(self, promise: Promise) -> None:
         """A backward has ended; if no forward waits, a step has, and may have taken too much."""
-        if self.waiting or self.watch is None:
+        if self.is_under_way or self.watch is None:
             return
         exceeded = self.watch.end(promise.graph, self.saved_bytes, promise.unseen_bytes)
         if exceeded is not None:
@@ -370,6 +385,8 @@ class BudgetScope:
         node = run.node()
         key, waiting = id(node), self.waiting
         waiting[key] = run
+        if self.waiting_of(run.frame) > 1:
+            self.given.together.add(run.frame)
         if self._is_recorded(run):
             before = self.order[-1] if self.order else None
             if before is not None and before.phase == "forward":
@@ -433,7 +450,7 @@ class BudgetScope:
         around = pytree.tree_leaves([each() for each in promise.around])
         counted = storages_of(around, promise.device)
         if run.graph is not None:  # counted when it was planned
-            counted |= storages_of(_alive(self.batch.values()), promise.device)
+            counted |= storages_of(self.given.batches(), promise.device)
             counted |= self.resident_beside({}, promise.device)
         known = {**storages_of(own, promise.device), **run.saved()}
         known = {key: size for key, size in known.items() if key not in counted}
@@ -448,10 +465,6 @@ class BudgetScope:
             budget, left = promise.budget_bytes, promise.left_bytes
             return PromiseBroken(promise.graph, number, held, expected, budget, left_bytes=left)
         return None
-
-
-def _forget(known: dict[int, Any], identity: int, _: object) -> None:
-    known.pop(identity, None)
 
 
 def _alive(tensors: Iterable[Callable[[], Any]]) -> list[torch.Tensor]:

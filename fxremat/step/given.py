@@ -1,0 +1,107 @@
+"""What the graphs of one budget are given, and what is compiled for it and has not run yet."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxremat.compat.backward import when_freed
+from fxremat.errors import InfeasibleBudget
+from fxremat.memory.storages import Storages, storages_of, with_gradients
+
+References = dict[int, weakref.ref[torch.Tensor]]
+"""Tensors by their identity, as long as they live."""
+
+
+@dataclass(eq=False)
+class Checkpointed:
+    """Forwards under `torch.utils.checkpoint`, which save nothing and run again in the backward.
+
+    Until then, what they are given is held: by the ``nodes`` of those that have not gone backward.
+    Of it, ``seen`` bytes were there at most beside one of them, of which ``counted`` are planned
+    for.
+    """
+
+    nodes: dict[int, Storages] = field(default_factory=dict)
+    seen: int = 0
+    counted: int = 0
+
+    def add(self, node: Any, given: Storages) -> None:
+        """One more; all but its own inputs are held beside it when it runs again."""
+        others: Storages = {}
+        for each in self.nodes.values():
+            others |= each
+        held = sum(size for storage, size in others.items() if storage not in given)
+        self.seen = max(self.seen, held)
+        self.nodes[id(node)] = given
+        leaves = partial(self.nodes.pop, id(node), None)
+        weakref.finalize(node, leaves)
+        when_freed(node, leaves)
+
+
+@dataclass(eq=False)
+class Given:
+    """The ``parameters`` that graphs were given, and of the ``batch`` what no graph has made.
+
+    ``modules`` were found compiled for the budget when the first graph was. Of their parameters,
+    those ``expected`` have not been given to any graph. Where modules that are alike were taken to
+    run in turn, for all at once were ``refused``, that is raised if several wait. Frames of which
+    several runs have waited are ``together``.
+    """
+
+    parameters: References = field(default_factory=dict)
+    batch: References = field(default_factory=dict)
+    modules: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
+    expected: References = field(default_factory=dict)
+    checkpointed: Checkpointed = field(default_factory=Checkpointed)
+    refused: InfeasibleBudget | None = None
+    together: set[int] = field(default_factory=set)
+
+    def expect(self, modules: Iterable[nn.Module], device: torch.device) -> None:
+        """These modules are compiled for the budget, and will be trained."""
+        self.modules = weakref.WeakSet(modules)
+        weights = [one for module in self.modules for one in module.parameters()]
+        weights = [one for one in weights if one.device == device]
+        self.note(weights)
+        self.expected = {id(one): self.parameters[id(one)] for one in weights}
+
+    def note(self, given: Iterable[object]) -> None:
+        """A graph is given these arguments."""
+        for one in given:
+            if isinstance(one, torch.Tensor) and one.is_leaf:
+                self.expected.pop(id(one), None)
+                known = self.parameters if isinstance(one, nn.Parameter) else self.batch
+                if id(one) not in known:
+                    known[id(one)] = weakref.ref(one, partial(_forget, known, id(one)))
+
+    def weights(self) -> list[torch.Tensor]:
+        """All parameters that live."""
+        return _alive(self.parameters.values())
+
+    def batches(self) -> list[torch.Tensor]:
+        """All else that lives of what graphs were given."""
+        return _alive(self.batch.values())
+
+    def resident(self, device: torch.device) -> Storages:
+        """The parameters, and the gradients that they have."""
+        return with_gradients(self.weights(), device)
+
+    def coming_bytes(self, own: Storages, device: torch.device) -> int:
+        """Of the gradients that those expected will have, unless they are a graph's ``own``."""
+        weights = [x for x in _alive(self.expected.values()) if x.requires_grad and x.grad is None]
+        coming = storages_of(weights, device)
+        return sum(size for key, size in coming.items() if key not in own)
+
+
+def _forget(known: dict[int, Any], identity: int, _: object) -> None:
+    known.pop(identity, None)
+
+
+def _alive(tensors: Iterable[Callable[[], torch.Tensor | None]]) -> list[torch.Tensor]:
+    return [one for each in tensors if (one := each()) is not None]
