@@ -81,6 +81,7 @@ def fxremat(
     gm = inline_regions(gm)
     ranks = ranks_together(gm, example_inputs)
     graph = Graph(gm, copy_module(gm), example_inputs, parsed, mode, ranks)
+    graph.leave_out_unsent()
     calling = list(map(unwrapped, calling_modules()))
     _REFUSED.difference_update(calling)
     _expect_others(graph, options)
@@ -189,8 +190,9 @@ def _placed(graph: Graph, compiled: Sequence[nn.Module], follow: bool) -> GraphI
         given=frozenset(storages_of(graph.inputs, device)),
         fixed_inputs=fixed_inputs(graph.inputs) if request.budget.metric == "allocated" else (),
     )
-    limited = request.budget.limit is not None
-    observed = Observed(session.signature(graph.kept, graph.inputs) if limited else "")
+    limit = request.budget.limit
+    signature = session.signature(graph.kept, graph.inputs) if limit is not None else ""
+    observed = Observed(signature, limit, str(device))
     return GraphInStep(graph, request, where, role, observed=observed)
 
 

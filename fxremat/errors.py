@@ -50,9 +50,10 @@ def nearest(name: str, choices: Iterable[str]) -> str | None:
 def output_advice(what: str, nbytes: int) -> str:
     """What to do about an output that takes much of the peak, with its gradient."""
     return (
-        f"Much of it is an output: {what} and its gradient take {format_bytes(nbytes)}. "
-        "If only the loss is used in training, call fxremat.loss_only(model) before the model "
-        "first runs; if the loss is computed from that output, compile the loss with the model."
+        f"Much of it is an output: {what} takes {format_bytes(nbytes)}, with its gradient if there "
+        "is one. If only the loss is used in training, call fxremat.loss_only(model) before the "
+        "model first runs; if the loss is computed from that output, compile the loss with the "
+        "model."
     )
 
 

@@ -53,7 +53,7 @@ def refusal_of(found: SearchResult, request: Request) -> InfeasibleBudget | None
 
 
 def large_output(found: SearchResult) -> tuple[str, int] | None:
-    """The output that takes much of the peak with its gradient: what, and bytes of both.
+    """The output that takes much of the peak, with its gradient if there is one: what, and bytes.
 
     None where no output and its gradient are `MUCH` of what is live at the peak.
     """
@@ -65,7 +65,7 @@ def large_output(found: SearchResult) -> tuple[str, int] | None:
     taken = sum(live[node.name] for node in {*incoming, *outputs})
     if not taken or taken < MUCH * sum(live.values()):
         return None
-    given = [node for node in joint.forward_outputs if is_tensor(node)]
+    given = [node for node in map(root, joint.forward_outputs) if is_tensor(node)]
     largest = max((node for node in given if node.op != "placeholder"), key=_bytes, default=None)
     return None if largest is None else (describe(largest), taken)
 

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from fxremat.compat.compilers import compile_with_aot_eager
+from fxremat.compat.distributed.ranks import is_a_rank
 from fxremat.compat.dynamo import inline_regions
 from fxremat.compat.joint_graph import copy_module
 from fxremat.compile import session
@@ -42,12 +43,25 @@ from fxremat.memory.reserved_bytes import keep_too_much
 from fxremat.memory.storages import Storages, saved_storages
 from fxremat.options import Options, parse_options
 from fxremat.report.report import Report
+from fxremat.runtime import accumulation
+from fxremat.runtime.host_memory import is_host
+from fxremat.runtime.unsent_gradients import (
+    detach_results,
+    gradients_on_demand,
+    unsent_results,
+)
 from fxremat.step.description import StepDescription
 from fxremat.step.promise import Promise, RunVersions
 from fxremat.step.versions import Offer, Part, part_on_all_ranks
 from fxremat.version import build
 
 log = logging.getLogger(__name__)
+
+
+SENT = (
+    "fxremat: a gradient came for a result that is returned beside a loss, which was not expected: "
+    "this step runs the graph again, in more memory. From the next one on it is planned for."
+)
 
 
 class NoBackward(Exception):
@@ -80,6 +94,27 @@ class Graph:
     """Told what the search found, where it is only planned."""
     joint: Joint | None = None
     """Its joint graph, once it was traced to plan it."""
+    unsent: tuple[int, ...] = ()
+    """Results that are compiled as if nobody sent a gradient for them."""
+    was_sent: bool = False
+    """Whether one came for these in the last step."""
+
+    def leave_out_unsent(self) -> None:
+        """Compile it without gradients for what it returns beside a loss."""
+        # Gradients that the graph adds up or sends to the host itself are known to it alone.
+        tensors = [x for x in self.inputs if isinstance(x, torch.Tensor)]
+        inside = any(is_host(x) or accumulation.will_be_added(x) for x in tensors)
+        if self.options.memory_budget is None or not self.needs_gradients or inside or is_a_rank():
+            return
+        self.unsent = unsent_results(self.kept, self.inputs)
+
+    def sends_more(self) -> bool:
+        """Whether one came in the last step: from now on it is compiled with all gradients."""
+        more = self.was_sent and bool(self.unsent)
+        self.was_sent = False
+        if more:
+            self.unsent, self.joint = (), None
+        return more
 
     @property
     def device(self) -> torch.device:
@@ -100,7 +135,18 @@ class Graph:
     def fresh(self) -> fx.GraphModule:
         """The graph as Dynamo gave it: what compiles it may change it."""
         gm, self.gm = self.gm, None
-        return copy_module(self.kept) if gm is None else gm
+        return detach_results(copy_module(self.kept) if gm is None else gm, self.unsent)
+
+    def _is_sent(self) -> None:
+        if self.unsent and not self.was_sent:
+            log.warning(SENT)
+        self.was_sent = True
+
+    def _compile_all(self) -> Callable[..., Any]:
+        """The whole graph, with the gradients that were left out: one was sent, unexpectedly."""
+        whole = replace(self, gm=None, joint=None, unsent=(), ranks=())
+        unlimited = replace(self.options, memory_budget=None)
+        return whole.compile(request_for(self.inputs, unlimited)).call
 
     def compile(self, request: Request) -> CompiledVersion:
         """Compiled as the request says."""
@@ -119,6 +165,8 @@ class Graph:
         if report is not None:
             session.STATE.reports.append(report)
             log.info("%s", report.summary())
+        if self.unsent and report is not None:
+            compiled = gradients_on_demand(compiled, self.unsent, self._compile_all, self._is_sent)
         return CompiledVersion(compiled, report)
 
     def request(
@@ -183,11 +231,12 @@ class Graph:
         self, gm: fx.GraphModule, inputs: Sequence[Any], request: Request, count: int
     ) -> Part:
         """The same of another graph, with the options of this one."""
-        return replace(self, gm=None, kept=gm, inputs=inputs).as_part(request, count)
+        other = replace(self, gm=None, kept=gm, inputs=inputs, unsent=())
+        return other.as_part(request, count)
 
     def _trace(self, partitioner: Partitioner, partition: Callable[..., Any]) -> Callable[..., Any]:
         """The joint graph is given to ``partition``, as when it is compiled."""
-        gm = copy_module(self.kept)
+        gm = detach_results(copy_module(self.kept), self.unsent)
         if self.options.executor == "aot_eager":
             return compile_with_aot_eager(gm, self.inputs, partition)
         patches = patches_with_partitioner(self.options, partitioner, self.mode, self.inputs)
@@ -206,7 +255,9 @@ def plan_only(
     """
     total = total_bytes(device_of_inputs(inputs))
     parsed = parse_options(options, device_total_bytes=total)
-    return Graph(None, inline_regions(gm), inputs, parsed, None, study=study).explain()
+    graph = Graph(None, inline_regions(gm), inputs, parsed, None, study=study)
+    graph.leave_out_unsent()
+    return graph.explain()
 
 
 Tensors = Sequence[Callable[[], torch.Tensor | list[torch.Tensor] | None]]

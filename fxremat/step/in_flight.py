@@ -30,6 +30,7 @@ from fxremat.errors import InfeasibleBudget, forget_frames
 from fxremat.memory.arena import Arena, PlacedRun
 from fxremat.memory.storages import storages_of
 from fxremat.runtime.placed import places_of_forward, set_places_of_backward
+from fxremat.runtime.unsent_gradients import like
 from fxremat.step.graph import SharingGraph, WaitingRun
 from fxremat.step.promise import Compiled, RunVersions
 from fxremat.step.scope import BudgetScope
@@ -84,7 +85,7 @@ def watch_in_flight(
     def watched(*args: Any) -> Any:
         return watched_runs.run(args)
 
-    return _like(runs.versions[0].call, watched)
+    return like(runs.versions[0].call, watched)
 
 
 def without_backward(call: Compiled, scope: BudgetScope) -> Compiled:
@@ -96,14 +97,7 @@ def without_backward(call: Compiled, scope: BudgetScope) -> Compiled:
         with scope.own.arena.lent():
             return call(*args)
 
-    return _like(call, run)
-
-
-def _like(call: Compiled, other: Compiled) -> Compiled:
-    """The other function with the attributes that the first was compiled with."""
-    attributes = getattr(call, "__dict__", {}).items()
-    vars(other).update({k: v for k, v in attributes if not k.startswith(_DYNAMO_MARKS)})
-    return other
+    return like(call, run)
 
 
 @dataclass
@@ -208,7 +202,3 @@ class _WatchedRuns:
             broken.planned_for, self.scope.warned.anew = count, True
         log.warning("%s", broken)
         warnings.warn(broken, stacklevel=4)
-
-
-# By these Dynamo finds the function below a wrapper, and would call that.
-_DYNAMO_MARKS = ("_torchdynamo", "__wrapped__")

@@ -75,35 +75,40 @@ class RunVersions:
 class Observed:
     """Bytes that were seen beside a graph, named by its ``signature``; "" for none to remember.
 
+    They are remembered for a budget, the ``limit``, on a device.
     Those ``between`` are there while all runs of the step wait, and those ``held`` at all times.
     Fewer than were ``counted`` are known again only where as many are counted again.
     """
 
     signature: str = ""
+    limit: int | None = None
+    device: str = ""
     between: int = 0
     held: int = 0
     counted: int = 0
 
-    def recall(self, limit: int | None, device: torch.device) -> None:
+    @property
+    def _is_kept(self) -> bool:
+        return self.limit is not None and bool(self.signature) and not caches_disabled()
+
+    def recall(self) -> None:
         """Know what an earlier run has noted under this budget."""
-        if limit is None or not self.signature or caches_disabled():
-            return
-        known = _answers().read(self._question(limit, device))
+        known = _answers().read(self._question()) if self._is_kept else None
         if isinstance(known, list) and [*map(type, known)] == [int] * 3:
             between, held, counted = known
             if held >= 0 or counted == self.counted:
                 self.between, self.held = between, held
 
-    def note(self, between: int, held: int, limit: int | None, device: torch.device) -> None:
+    def note(self, between: int, held: int) -> None:
         """So many bytes more were seen, or fewer."""
         self.between += between
         self.held += held
-        if limit is not None and self.signature and not caches_disabled():
+        if self._is_kept:
             found = [self.between, self.held, self.counted]
-            _answers().keep(self._question(limit, device), found)
+            _answers().keep(self._question(), found)
 
-    def _question(self, limit: int, device: torch.device) -> Question:
-        return {"graph": self.signature, "budget": limit, "device": str(device)}
+    def _question(self) -> Question:
+        return {"graph": self.signature, "budget": self.limit, "device": self.device}
 
 
 def _answers() -> Answers:

@@ -77,7 +77,7 @@ class GraphInStep:
         Raises `InfeasibleBudget`.
         """
         self.observed.counted = self.request.budget.held
-        self.observed.recall(self.request.budget.limit, self.where.device)
+        self.observed.recall()
         self._hold(self.observed.held)
         return self._compiled_so()
 
@@ -109,7 +109,7 @@ class GraphInStep:
 
     @property
     def sharded(self) -> bool:
-        """Whether its parameters are gathered when it runs, so that they do not live on."""
+        """Whether its parameters are gathered when it runs."""
         return self.where.context.sharded
 
     @property
@@ -155,6 +155,9 @@ class GraphInStep:
 
     def renewed(self, args: Iterable[object]) -> RunVersions | None:
         """Other versions, where the step has changed since these were chosen; else None."""
+        if self.graph.sends_more():
+            self.where.scope.due |= self.role.described is not None
+            self.known, self.looked, self.role = {}, None, Role(is_due=True)
         if self.role.is_due or self._see_gradients(args):
             return self._planned_again()
         alone = self.role.described is None and self.taken.count == 1 and not self.graph.ranks
@@ -183,8 +186,10 @@ class GraphInStep:
 
     def set_aside(self, between: int, held: int) -> None:
         """Have it planned again with so many bytes more, or fewer, beside it: they were seen."""
+        if self.graph.was_sent:  # what the step took was for a gradient that none had expected
+            return
         self._hold(held)
-        self.observed.note(between, held, self.request.budget.limit, self.where.device)
+        self.observed.note(between, held)
         self.role.is_due |= self.role.described is None
 
     def _see_gradients(self, args: Iterable[object]) -> bool:
@@ -228,9 +233,7 @@ class GraphInStep:
             return self._compiled_so()
         except InfeasibleBudget as refused:
             log.warning("the plan stays as it is: %s", refused)
-            self.observed.note(
-                -self.observed.between, 0, self.request.budget.limit, self.where.device
-            )
+            self.observed.note(-self.observed.between, 0)
             forget_frames(refused)
             return None
 
@@ -301,11 +304,6 @@ class GraphInStep:
             self.looked = self.graph.as_part(free, max(1, self.taken.count))
         return self.looked
 
-    @property
-    def budget_bytes(self) -> int:
-        """What the runs may take together, with all that lives outside."""
-        return self.request.budget.for_step
-
     def compiled_for(self, count: int) -> RunVersions:
         """The versions for so many runs; raises `InfeasibleBudget` with the least for as many."""
         told, described = len(session.STATE.reports), self.role.described
@@ -346,7 +344,7 @@ class GraphInStep:
         part = described.parts[self.role.index]
         unknown = self.where.follow and self.role.described is None and len(described.part_of) == 1
         choose = planner.saving_least if unknown else planner.fastest
-        offers, aim = list(part.offers), self.budget_bytes
+        offers, aim = list(part.offers), self.request.budget.for_step
         failed: set[planner.Chosen] = set()
         ways = lowest_ways(self.request.budget)
         for _ in range(DRY_RUNS):
@@ -366,14 +364,14 @@ class GraphInStep:
             described.offer(self.role.index, offers)
             if self.role.described is None:
                 mine, chosen = described.saving_most_first(
-                    self.role.index, chosen, self.budget_bytes
+                    self.role.index, chosen, self.request.budget.for_step
                 )
             peak, taken = described.step().peak_bytes(chosen), self._reserved(described, chosen)
             if taken is None:
-                if peak <= self.budget_bytes or unknown:
+                if peak <= self.request.budget.for_step or unknown:
                     return self._settled(described, offers, made, mine, peak, None)
                 continue
-            over = taken.nbytes - self.budget_bytes
+            over = taken.nbytes - self.request.budget.for_step
             if over <= 0:
                 return self._settled(described, offers, made, mine, peak, taken)
             failed.add(chosen)
@@ -429,7 +427,7 @@ class GraphInStep:
         versions = tuple(made.values())
         peak = peak if taken is None else taken.nbytes
         counted = "allocated" if taken is None else "reserved"
-        log.info("%s", summary_of(kept, of_run, peak, self.budget_bytes, counted))
+        log.info("%s", summary_of(kept, of_run, peak, self.request.budget.for_step, counted))
         late = self.where.context.late if self.role.described is None else 0
         least = min(of_run, key=lambda k: kept[k].version.saved_bytes)
         places = [described.place_of[run] for run in runs]

@@ -1,0 +1,206 @@
+"""Results that a graph returns beside its loss, for which nobody is expected to send a gradient.
+
+Who returns a loss calls its backward, and returns the logits beside it to look at them. Their
+gradient would be full of zeros, as large as they are. So the graph is compiled as if they were
+detached. Should one come after all, then the graph runs again, with gradients for all results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.autograd.function import once_differentiable
+
+Compiled = Callable[..., Any]
+SMALL_BYTES = 2**20
+"""Of what a first run may change, this much is copied before: statistics of norms and counters."""
+
+
+def unsent_results(gm: fx.GraphModule, inputs: Iterable[object]) -> tuple[int, ...]:
+    """Which results of a Dynamo graph get no gradient if only its losses do; none without a loss.
+
+    A loss is one number. Nor where an input was computed that needs a gradient: the graph is a part
+    of a model then.
+    """
+    if any(isinstance(x, torch.Tensor) and x.requires_grad and not x.is_leaf for x in inputs):
+        return ()
+    results = _results(gm)
+    trained = [k for k, one in enumerate(results) if _needs_gradient(one)]
+    losses = [k for k in trained if _is_number(results[k])]
+    return tuple(k for k in trained if k not in losses) if losses else ()
+
+
+def _results(gm: fx.GraphModule) -> list[Any]:
+    (given,) = gm.graph.output_node().args
+    return list(given) if isinstance(given, (list, tuple)) else [given]
+
+
+def _needs_gradient(node: Any) -> bool:
+    value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
+    return isinstance(value, torch.Tensor) and value.requires_grad and node.op != "placeholder"
+
+
+def _is_number(node: fx.Node) -> bool:
+    return all(isinstance(size, int) and size == 1 for size in node.meta["example_value"].shape)
+
+
+def detach_results(gm: fx.GraphModule, which: Sequence[int]) -> fx.GraphModule:
+    """The graph, whose results at these places need no gradient any more."""
+    if not which:
+        return gm
+    output, results = gm.graph.output_node(), _results(gm)
+    with gm.graph.inserting_before(output):
+        for k in which:
+            results[k] = gm.graph.call_method("detach", (results[k],))
+    output.args = (tuple(results),)
+    gm.recompile()
+    return gm
+
+
+def like(call: Compiled, other: Compiled) -> Compiled:
+    """The other function with the attributes that the first was compiled with."""
+    attributes = getattr(call, "__dict__", {}).items()
+    vars(other).update({k: v for k, v in attributes if not k.startswith(_DYNAMO_MARKS)})
+    return other
+
+
+# By these Dynamo finds the function below a wrapper, and would call that.
+_DYNAMO_MARKS = ("_torchdynamo", "__wrapped__")
+
+
+def gradients_on_demand(
+    call: Compiled,
+    which: Sequence[int],
+    compile_all: Callable[[], Compiled],
+    sent: Callable[[], None],
+) -> Compiled:
+    """``call``, whose results at these places have a gradient if somebody asks for it.
+
+    Then ``sent()`` is called, and what ``compile_all()`` gives runs, which has gradients for all
+    results.
+    """
+    known = _Known(tuple(which), compile_all, sent)
+
+    def run(*args: Any) -> Any:
+        return known.run(call, args)
+
+    return like(call, run)
+
+
+@dataclass
+class _Known:
+    """What runs the graph with all gradients, and which arguments each run changes."""
+
+    which: tuple[int, ...]
+    compile_all: Callable[[], Compiled]
+    sent: Callable[[], None]
+    changed: frozenset[int] | None = None
+    whole: Compiled | None = None
+
+    def run(self, call: Compiled, args: tuple[Any, ...]) -> Any:
+        """The results, with nodes that wait for a gradient."""
+        before, copies = _versions(args), self._copies(args)
+        again = _Again(self, args, copies, _random_state(args))
+        results = call(*args)
+        again.versions = _versions(args)
+        if self.changed is None:
+            pairs = enumerate(zip(before, again.versions, strict=True))
+            self.changed = frozenset(k for k, (old, new) in pairs if old != new)
+            again.copies = {k: x for k, x in copies.items() if k in self.changed}
+        given = list(results)
+        apply: Any = _Late.apply
+        late = apply(again, len(self.which), *(given[k] for k in self.which), *again.leaves)
+        for k, result in zip(self.which, late, strict=True):
+            given[k] = result
+        return given if isinstance(results, list) else tuple(given)
+
+    def _copies(self, args: tuple[Any, ...]) -> dict[int, torch.Tensor]:
+        """Of the arguments that a run changes; before the first it is not known which these are."""
+        with torch.no_grad():
+            return {
+                k: x.clone()
+                for k, x in enumerate(args)
+                if isinstance(x, torch.Tensor) and not x.requires_grad
+                if (x.nbytes <= SMALL_BYTES if self.changed is None else k in self.changed)
+            }
+
+
+def _versions(args: Iterable[object]) -> tuple[int, ...]:
+    tensors = (x if isinstance(x, torch.Tensor) and not x.is_inference() else None for x in args)
+    return tuple(0 if x is None else x._version for x in tensors)
+
+
+def _random_state(args: Iterable[object]) -> dict[str, Any]:
+    """By the type of device, the state of its generator before a run."""
+    state: dict[str, Any] = {"cpu": torch.get_rng_state()}
+    if any(isinstance(x, torch.Tensor) and x.is_cuda for x in args):
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+@dataclass
+class _Again:
+    """One run, and all that it takes to run again."""
+
+    known: _Known
+    args: tuple[Any, ...]
+    copies: dict[int, torch.Tensor]
+    random: dict[str, Any]
+    versions: tuple[int, ...] = ()
+    leaves: list[torch.Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        tensors = (x for x in self.args if isinstance(x, torch.Tensor) and x.requires_grad)
+        self.leaves = list({id(x): x for x in tensors}.values())
+
+    def gradients(self, sent: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
+        """Of the leaves, for what was ``sent`` to the results.
+
+        Raises RuntimeError where an argument was overwritten since.
+        """
+        known, now = self.known, _versions(self.args)
+        changed = known.changed or frozenset()
+        overwritten = {k for k, old in enumerate(self.versions) if now[k] != old}
+        if not {*changed, *overwritten} <= self.copies.keys():
+            raise RuntimeError(OVERWRITTEN)
+        known.sent()
+        args = [self.copies.get(k, x) for k, x in enumerate(self.args)]
+        cuda = [torch.cuda.current_device()] if "cuda" in self.random else []
+        with torch.enable_grad(), torch.random.fork_rng(cuda):
+            if known.whole is None:
+                known.whole = known.compile_all()
+            torch.set_rng_state(self.random["cpu"])
+            if cuda:
+                torch.cuda.set_rng_state(self.random["cuda"])
+            results = known.whole(*args)
+            pairs = zip((results[k] for k in known.which), sent, strict=True)
+            asked = [(result, gradient) for result, gradient in pairs if gradient is not None]
+            outputs, gradients = zip(*asked, strict=True)
+            return torch.autograd.grad(outputs, self.leaves, gradients, allow_unused=True)
+
+
+OVERWRITTEN = (
+    "a gradient came for a result that is returned beside a loss, after something that the graph "
+    "was given had been overwritten. Call backward() for it before the optimizer steps, or call "
+    "it for a sum of the loss and what is made of this result."
+)
+
+
+class _Late(torch.autograd.Function):
+    """Gives results as they are; its backward runs if one of them gets a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, again: _Again, count: int, *tensors: torch.Tensor) -> Any:
+        ctx.again, ctx.count = again, count
+        ctx.set_materialize_grads(False)
+        return tuple(one.detach() for one in tensors[:count])  # their version is still that of one
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *sent: torch.Tensor | None) -> Any:
+        nothing = (None,) * (2 + ctx.count)
+        return (*nothing, *ctx.again.gradients(sent))

@@ -1,0 +1,207 @@
+"""What a model returns beside its loss gets no gradient, unless one is sent."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.exc import BackendCompilerFailed
+from torch.nn import functional as F
+
+import fxremat
+from fxremat.runtime.unsent_gradients import unsent_results
+from fxremat.sizes import MIB
+from tests.ranks import least_named
+from tests.small import Block
+
+QUICK: dict[str, Any] = {"executor": "aot_eager", "solver": "greedy", "variants": "none"}
+WORDS = 1000
+
+pytestmark = pytest.mark.usefixtures("fresh")
+
+
+class WithLogits(nn.Module):
+    """As models of Hugging Face: they return a loss, and logits beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(WORDS, 32), nn.Linear(32, WORDS)
+        self.blocks = nn.Sequential(*(Block(32) for _ in range(2)))
+        self.norm, self.dropout = nn.BatchNorm1d(32), nn.Dropout(0.2)
+
+    def forward(self, words: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.head(self.dropout(self.norm(self.blocks(self.embedding(words)))))
+        return F.cross_entropy(logits.float(), words), logits
+
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+def its_own(loss: Tensor, logits: Tensor) -> Tensor:
+    return loss
+
+
+def of_both(loss: Tensor, logits: Tensor) -> Tensor:
+    return loss + logits.square().mean()
+
+
+def of_logits(loss: Tensor, logits: Tensor) -> Tensor:
+    return logits.square().mean()
+
+
+class Trained:
+    """A model, with gradients and the peak of its steps; within a budget or without one."""
+
+    def __init__(self, model: nn.Module, budget: int | None) -> None:
+        torch.compiler.reset()
+        torch.manual_seed(0)
+        self.model, self.words = copy.deepcopy(model), torch.randint(WORDS, (512,))
+        options = {**QUICK, "memory_budget": budget}
+        how: dict[str, Any] = {"backend": "fxremat", "options": options}
+        self.call = torch.compile(self.model, **(how if budget else {"backend": "aot_eager"}))
+
+    def step(self, loss: Loss) -> list[Tensor]:
+        self.model.zero_grad(set_to_none=True)
+        torch.manual_seed(1)
+        value: Any = loss(*self.call(self.words))
+        value.backward()
+        return [p.grad for p in self.model.parameters() if p.grad is not None]
+
+    def steps(self, losses: Sequence[Loss]) -> list[list[Tensor]]:
+        return [self.step(loss) for loss in losses]
+
+    def peak_bytes(self) -> int:
+        self.model.zero_grad(set_to_none=True)
+        held = (self.model, self.words)
+        return fxremat.measure_peak(lambda: self.step(its_own), held=held).peak_bytes
+
+
+@pytest.fixture
+def model() -> WithLogits:
+    torch.manual_seed(0)
+    return WithLogits()
+
+
+def test_it_is_planned_without_the_gradient_from_the_first_step_on(model: WithLogits) -> None:
+    """The zeros that plain compile makes take as much as the logits."""
+    plain = Trained(model, None)
+    expected = plain.steps([its_own] * 2)
+    logits = 512 * WORDS * torch.float32.itemsize
+    budget = plain.peak_bytes() - logits // 2
+    ours = Trained(model, budget)
+    torch.testing.assert_close(ours.steps([its_own] * 2), expected)
+    assert ours.peak_bytes() <= budget
+    (report,) = fxremat.reports()
+    assert report.memory.budget_bytes == budget
+    least = fxremat.explain(model, ours.words, memory_budget=budget, options=QUICK)
+    assert least.predicted_peak_bytes == report.predicted_peak_bytes
+
+
+@pytest.mark.parametrize("late", [of_both, of_logits])
+@pytest.mark.filterwarnings("ignore::fxremat.BudgetExceeded")
+def test_a_gradient_that_is_sent_counts(
+    model: WithLogits, late: Loss, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is right in the step that first sends one, where dropout and norms are as they were."""
+    losses = [its_own, late, late, its_own]
+    plain = Trained(model, None)
+    expected = plain.steps(losses)
+    ours = Trained(model, 64 * MIB)
+    with caplog.at_level(logging.WARNING):
+        torch.testing.assert_close(ours.steps(losses), expected)
+    assert caplog.text.count("a gradient came for a result that is returned beside a loss") == 1
+    torch.testing.assert_close(ours.model.state_dict(), plain.model.state_dict())
+    sent = fxremat.reports()[-1]
+    assert sent.memory.budget_bytes == 64 * MIB  # planned for, and no longer run again
+
+
+@pytest.mark.filterwarnings("ignore::fxremat.BudgetExceeded")
+def test_where_it_cannot_be_planned_for_it_is_still_right(model: WithLogits) -> None:
+    plain = Trained(model, None)
+    losses = [its_own, of_both, of_both, its_own]
+    expected = plain.steps(losses)
+    with pytest.raises(BackendCompilerFailed) as refused:
+        Trained(model, MIB).step(its_own)
+    budget = least_named(refused.value)
+    ours = Trained(model, budget)
+    torch.testing.assert_close(ours.steps(losses), expected)
+
+
+def test_results_may_be_read_and_written(model: WithLogits) -> None:
+    ours = Trained(model, 64 * MIB)
+    loss, logits = ours.call(ours.words)
+    assert logits.requires_grad
+    assert not logits.is_leaf
+    assert logits.argmax(-1).shape == (512,)
+    logits.detach().cpu().numpy()
+    loss.backward()
+    logits.mul_(2.0)
+
+
+def test_two_forwards_before_their_backward(model: WithLogits) -> None:
+    """The second one changes the statistics of the norm: the first has those that it found."""
+
+    def both(trained: Trained) -> list[Tensor]:
+        torch.manual_seed(1)
+        results = [trained.call(trained.words) for _ in range(2)]
+        sum(of_both(*one) for one in results).backward()  # type: ignore[union-attr]
+        return [p.grad for p in trained.model.parameters() if p.grad is not None]
+
+    expected = both(Trained(model, None))
+    torch.testing.assert_close(both(Trained(model, 64 * MIB)), expected)
+
+
+def test_what_was_overwritten_is_named(model: WithLogits) -> None:
+    ours = Trained(model, 64 * MIB)
+    _, logits = ours.call(ours.words)
+    with torch.no_grad():
+        ours.model.get_parameter("head.weight").add_(1.0)
+    loss: Any = logits.sum()
+    with pytest.raises(RuntimeError, match="before the optimizer steps"):
+        loss.backward()
+
+
+def results_of(model: nn.Module, given: Tensor) -> tuple[int, ...]:
+    found: list[tuple[int, ...]] = []
+
+    def backend(gm: Any, inputs: Any) -> Any:
+        found.append(unsent_results(gm, inputs))
+        return gm
+
+    torch.compile(model, backend=backend)(given)
+    return found[0]
+
+
+class Returns(nn.Module):
+    def __init__(self, what: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.layer, self.what = nn.Linear(4, 4), what
+
+    def forward(self, x: Tensor) -> Any:
+        return self.what(self.layer(x))
+
+
+@pytest.mark.parametrize(
+    ("what", "unsent"),
+    [
+        (lambda y: (y.sum(), y), (1,)),
+        (lambda y: (y, y.sum(), y.exp()), (0, 2)),
+        (lambda y: {"loss": y.sum(), "parts": [y, y.detach()]}, (1,)),
+        (lambda y: (y, y.exp()), ()),
+        (lambda y: y.sum(), ()),
+        (lambda y: (y.sum(), y.mean()), ()),
+        (lambda y: (y.sum().detach(), y), ()),
+    ],
+)
+def test_which_results_get_none(what: Callable[[Tensor], Any], unsent: tuple[int, ...]) -> None:
+    assert results_of(Returns(what), torch.randn(2, 4)) == unsent
+
+
+def test_a_part_of_a_model_sends_all() -> None:
+    x = torch.randn(2, 4, requires_grad=True) * 2
+    assert results_of(Returns(lambda y: (y.sum(), y)), x) == ()
