@@ -21,6 +21,7 @@ from fxremat.compat.compilers import compile_with_inductor
 from fxremat.compat.configuration import inductor_patches
 from fxremat.compat.distributed.ranks import is_a_rank, ranks_together
 from fxremat.compat.dynamo import (
+    checkpointed_regions,
     current_compilation,
     inline_regions,
     modules_compiled_by,
@@ -152,6 +153,7 @@ def _compiled_in_step(graph: Graph, *, follow: bool) -> Callable[..., Any]:
         return _under_cap(in_step, call)
     if limited:
         inactive.training_graph_seen()
+        _warn_of_checkpointing(graph)
     graph.forget_inputs()
     scope.graphs.add(in_step)
     watched = watch_in_flight(found, scope, in_step.place[0], in_step, apart)
@@ -196,6 +198,19 @@ def _placed(graph: Graph, compiled: Sequence[nn.Module], follow: bool) -> GraphI
     return GraphInStep(graph, request, where, role, observed=observed)
 
 
+def _warn_of_checkpointing(graph: Graph) -> None:
+    """Where a model's own checkpointing is on, which leaves less to choose."""
+    regions = checkpointed_regions(graph.kept)
+    inside = (one for model in calling_modules() for one in model.modules())
+    if regions and any(getattr(one, "gradient_checkpointing", False) is True for one in inside):
+        log.warning(CHECKPOINTED, regions)
+
+
+CHECKPOINTED = (
+    "fxremat: the model's gradient checkpointing is on: %d regions run again in the backward, "
+    "whatever the budget is. Call model.gradient_checkpointing_disable(): fxremat chooses what is "
+    "computed again, and only as much of it as the budget needs."
+)
 NOT_PLANNED = (
     "fxremat: a compiled function takes gradients itself, by torch.func: its graph has no backward "
     "that could be planned, and the memory budget has no effect on it. Compile the model alone, "

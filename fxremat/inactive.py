@@ -85,18 +85,27 @@ NOTHING_SEEN = (
 )
 
 
+WHAT_TO_DO = {
+    "RNN": "set torch._dynamo.config.allow_rnn = True",
+    "logging": "add what logs to torch._dynamo.config.ignore_logging_functions "
+    "(fxremat.integrations.transformers.keep_whole() does so for Hugging Face's models)",
+}
+"""By a word of Dynamo's reason."""
+
+
 def _of_given_up(frames: list[GivenUp], training_graphs: int) -> str:
     effect = "outside of it" if training_graphs else "which has no effect so far"
     told = [
         f"fxremat: a memory budget was asked for, {effect}: Dynamo gave up on what follows, and "
-        "runs it as it is.",
+        "runs it as it is; what it calls may still be compiled.",
         *(f"  {each.where}: {each.reason}" for each in frames[:REASONS_SHOWN]),
     ]
     if len(frames) > REASONS_SHOWN:
         told.append(f"  and {len(frames) - REASONS_SHOWN} more")
+    reasons = " ".join(each.reason for each in frames)
     advice = "TORCH_LOGS=graph_breaks shows the whole reason; fullgraph=True makes it an error."
-    if any("RNN" in each.reason for each in frames):
-        advice = "set torch._dynamo.config.allow_rnn = True before the model first runs. " + advice
+    for word, what in WHAT_TO_DO.items():
+        advice = f"{what} before the model first runs. {advice}" if word in reasons else advice
     return "\n".join([*told, "What to do: " + advice])
 
 
@@ -125,4 +134,5 @@ def training_graph_seen() -> None:
 def reset() -> None:
     """Everything is compiled anew."""
     for each in _WATCHES:
+        each.told.update(frames_given_up())
         each.training_graphs, each.steps, each.told_of_none = 0, 0, False

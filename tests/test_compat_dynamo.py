@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._dynamo.testing import CompileCounter
 from torch.utils.checkpoint import checkpoint
 
 from fxremat.compat.dynamo import (
@@ -20,6 +22,7 @@ from fxremat.compat.dynamo import (
     fresh_dynamo_caches,
     inline_regions,
     is_whole_call,
+    leave_out_logs,
     more_follow,
     unwrapped,
 )
@@ -34,6 +37,23 @@ def noting(seen: list[Any], note: Callable[..., Any]) -> Callable[..., Any]:
         return gm
 
     return backend
+
+
+class Logs(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        LOG.warning("a message")
+        return x * 2
+
+
+LOG = logging.getLogger(__name__)
+
+
+def test_what_is_logged_ends_no_graph_if_it_is_left_out() -> None:
+    counted = CompileCounter()
+    with torch._dynamo.config.patch(ignore_logging_functions=set()):
+        leave_out_logs([logging.Logger.warning])
+        torch.compile(Logs(), backend=counted, fullgraph=True)(X)
+    assert counted.frame_count == 1
 
 
 def test_graphs_of_a_model_with_graph_breaks() -> None:

@@ -209,3 +209,27 @@ def test_frames_that_dynamo_gave_up(told: pytest.LogCaptureFixture) -> None:
     (one,) = frames_given_up()
     assert one.where.startswith("forward, test_inactive.py:")
     assert "graph_break()" in one.reason
+
+
+class Checkpointing(nn.Module):
+    """As models of Hugging Face and of diffusers, whose checkpointing is an attribute."""
+
+    def __init__(self, *, on: bool) -> None:
+        super().__init__()
+        self.block, self.gradient_checkpointing = Block(16), on
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.gradient_checkpointing:
+            x = checkpoint(self.block, x, use_reentrant=False)
+        else:
+            x = self.block(x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_checkpointing_of_the_model_itself_is_named(
+    on: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Checkpointing(on=on)
+    train(model, compiled(model), torch.randn(4, 16))
+    assert ("gradient checkpointing is on: 1 regions" in caplog.text) is on

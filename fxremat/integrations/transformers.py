@@ -11,14 +11,16 @@ and made its optimizer.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 from transformers import Trainer, TrainerCallback
+from transformers.utils import logging as transformers_logging
 
-from fxremat.compat.dynamo import compile_in_training
+from fxremat.compat.dynamo import compile_in_training, leave_out_logs
 from fxremat.compile.driver import total_bytes
 from fxremat.logged_metrics import metrics
 from fxremat.memory.allocator.rules import MIN_BLOCK_BYTES
@@ -26,6 +28,8 @@ from fxremat.memory.measured_peak import held_bytes
 from fxremat.options import parse_options
 from fxremat.training.accumulate import accumulate_in_backward
 from fxremat.training.loss_only import loss_only
+
+log = logging.getLogger(__name__)
 
 TRAINER_BYTES = 128 * MIN_BLOCK_BYTES
 """A trainer's own numbers on the device, losses and norms of gradients, have a block each."""
@@ -47,6 +51,8 @@ def train_within(
       training (`fxremat.loss_only`). Evaluation gets its logits.
     * Unless the option ``optimizer`` is given, it is the trainer's. A batch that the loader has
       ready adds to ``reserve``.
+    * Gradient checkpointing is switched off, and a log line says so: fxremat chooses instead.
+    * What models log while they run is left out of graphs, which would end there (`keep_whole`).
     * With ``gradient_accumulation_steps`` gradients are added in the backward
       (`fxremat.accumulate_in_backward`).
     * What was planned is among the figures that the trainer logs.
@@ -67,6 +73,15 @@ def train_within(
     return trainer
 
 
+def keep_whole() -> None:
+    """Let graphs go on where models of transformers log something once.
+
+    From now on and in compiled code these messages are not logged. For models that are compiled
+    without `train_within`; to be called before they first run.
+    """
+    leave_out_logs([transformers_logging.warning_once, transformers_logging.info_once])
+
+
 class _TrainWithin(TrainerCallback):  # type: ignore[misc]
     """Compiles when training begins, and adds figures to the logs."""
 
@@ -81,6 +96,8 @@ class _TrainWithin(TrainerCallback):  # type: ignore[misc]
             return
         self._is_compiled = True
         model: nn.Module = kwargs["model"]
+        keep_whole()
+        _switch_off_checkpointing(model)
         if _takes_loss_of_model(self._trainer):
             loss_only(model)
         if args.gradient_accumulation_steps > 1:
@@ -105,6 +122,20 @@ class _TrainWithin(TrainerCallback):  # type: ignore[misc]
             found = metrics()
             logs.update(found)
             state.log_history[-1].update(found)
+
+
+def _switch_off_checkpointing(model: nn.Module) -> None:
+    """Of each model of transformers inside of wrappers."""
+    on = [one for one in model.modules() if getattr(one, "is_gradient_checkpointing", False)]
+    for one in on:
+        if getattr(one, "is_gradient_checkpointing", False):  # not as a part of one before
+            disable: Any = one.gradient_checkpointing_disable
+            disable()
+    if on:
+        log.warning(
+            "gradient checkpointing is switched off: fxremat chooses what is computed again, and "
+            "only as much of it as the budget needs"
+        )
 
 
 def _takes_loss_of_model(trainer: Trainer) -> bool:

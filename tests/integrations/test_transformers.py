@@ -62,6 +62,27 @@ def test_micro_batches_and_evaluation_and_figures_in_the_logs(tmp_path: Path) ->
     assert report.predicted_peak_bytes <= 150 * 2**20
 
 
+def test_gradient_checkpointing_is_switched_off(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tiny: Any = importlib.import_module("tiny")
+    from transformers import Trainer, TrainingArguments
+
+    from fxremat.integrations.transformers import train_within
+
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path), max_steps=1, gradient_checkpointing=True, save_strategy="no",
+        report_to=[], use_cpu=True,
+    )  # fmt: skip
+    model = tiny.language_model()
+    trainer = Trainer(model, arguments, train_dataset=tiny.texts(16))
+    train_within(trainer, "150MiB", options={"executor": "aot_eager"})
+    trainer.train()
+    assert not model.is_gradient_checkpointing
+    assert "gradient checkpointing is switched off" in caplog.text
+    assert len(fxremat.reports()) == 1  # what the model logs once ends no graph
+
+
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(("softcap", "scale", "temperature"), [(None, 1.0, 1.0), (5.0, 0.5, 0.7)])
 def test_a_plain_head_computes_what_the_head_of_trl_does(
