@@ -15,7 +15,7 @@ from weakref import WeakSet
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from fxremat import inactive
+from fxremat import faults, inactive
 from fxremat.compat.call_stack import calling_modules
 from fxremat.compat.compilers import compile_with_inductor
 from fxremat.compat.configuration import inductor_patches
@@ -65,9 +65,9 @@ def fxremat(
 ) -> Callable[..., Any]:
     """Compile one graph for a byte budget; the entry point that torch.compile finds by name.
 
-    Raises `InvalidOption`, `InfeasibleBudget` or `VerificationFailed`; through torch.compile
-    they arrive as ``BackendCompilerFailed.inner_exception``. For a card that is not here the graph
-    is planned, and runs without memory as its inputs do.
+    Raises `InvalidOption` or `InfeasibleBudget`; through torch.compile they arrive as
+    ``BackendCompilerFailed.inner_exception``. What fails of ours is left out (`fxremat.faults`).
+    For a card that is not here the graph is planned, and runs without memory as its inputs do.
     """
     if absent_card() is not None:
         inactive.training_graph_seen()
@@ -235,6 +235,7 @@ def _reset() -> None:
     """Forget what was compiled; called by ``torch._dynamo.reset()``."""
     session.reset()
     inactive.reset()
+    faults.reset()
     scopes.forget()
     forget_lowered()
 

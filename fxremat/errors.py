@@ -253,6 +253,25 @@ class BudgetExceeded(_Record, UserWarning):
 
 
 @dataclass(eq=False, repr=False)
+class LeftOut(_Record, UserWarning):
+    """Something of fxremat failed: ``what``, for a ``reason``. The run goes on without it.
+
+    ``file`` has what a report of this bug needs.
+    """
+
+    what: str
+    reason: str
+    file: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.what} is left out from now on, since it failed: {self.reason}\n"
+            "The run goes on without it, and the budget holds. This is a bug in fxremat; please "
+            f"report it with the file {self.file}"
+        )
+
+
+@dataclass(eq=False, repr=False)
 class VerificationFailed(FxrematError):
     """A check found a mistake in what fxremat made: a bug, caught before it does harm."""
 

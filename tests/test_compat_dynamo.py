@@ -21,6 +21,7 @@ from fxremat.compat.dynamo import (
     current_compilation,
     fresh_dynamo_caches,
     inline_regions,
+    is_for_dynamo,
     is_whole_call,
     leave_out_logs,
     more_follow,
@@ -37,6 +38,16 @@ def noting(seen: list[Any], note: Callable[..., Any]) -> Callable[..., Any]:
         return gm
 
     return backend
+
+
+def test_errors_that_dynamo_waits_for() -> None:
+    """Inductor's own are a compiler's."""
+    from torch._dynamo.exc import RestartAnalysis
+    from torch._inductor.exc import InductorError
+
+    assert is_for_dynamo(RestartAnalysis())
+    assert not is_for_dynamo(InductorError(ValueError("lowering"), None))
+    assert not is_for_dynamo(ValueError("ours"))
 
 
 class Logs(nn.Module):

@@ -218,6 +218,13 @@ def checkpointed_regions(gm: fx.GraphModule) -> int:
     return sum(node.target is region for graph in graphs for node in graph.nodes)
 
 
+def is_for_dynamo(error: Exception) -> bool:
+    """Whether Dynamo waits for this error, as to trace anew, and it is no fault of a compiler's."""
+    from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
+
+    return isinstance(error, TorchDynamoException) and not isinstance(error, BackendCompilerFailed)
+
+
 def takes_gradients(gm: fx.GraphModule) -> bool:
     """Whether a Dynamo graph takes gradients itself, by `torch.func.grad` or `torch.func.vjp`."""
     graphs = [one.graph for one in gm.modules() if isinstance(one, fx.GraphModule)]

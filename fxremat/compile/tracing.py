@@ -57,6 +57,8 @@ class TracedStep:
 class Ended(Exception):
     """Ends a compilation as soon as what is wanted of it is known: the ``result``."""
 
+    is_no_fault = True
+
     def __init__(self, result: Any) -> None:
         super().__init__(result)
         self.result = result

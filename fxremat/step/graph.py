@@ -37,6 +37,7 @@ from fxremat.compile.request import Request, device_of_inputs, request_for
 from fxremat.compile.tracing import Ended
 from fxremat.core.layout import NOWHERE, OwnPools, StepLayout
 from fxremat.errors import forget_frames
+from fxremat.faults import with_less_after_faults
 from fxremat.memory.allocator.settings import AllocatorSettings
 from fxremat.memory.arena import Arena
 from fxremat.memory.reserved_bytes import keep_too_much
@@ -66,6 +67,8 @@ SENT = (
 
 class NoBackward(Exception):
     """A graph that was asked for its versions has no backward, so that no run of it waits."""
+
+    is_no_fault = True
 
 
 @dataclass(frozen=True)
@@ -150,6 +153,13 @@ class Graph:
 
     def compile(self, request: Request) -> CompiledVersion:
         """Compiled as the request says."""
+        return with_less_after_faults(request, self._compiled, self._described)
+
+    def _described(self) -> str:
+        """For who reports a bug: its code, and what it is given."""
+        return "\n".join([self.kept.code, *map(str, session.sizes_of(self.inputs))])
+
+    def _compiled(self, request: Request) -> CompiledVersion:
         gm, partitioner = self.fresh(), Partitioner(request, build())
         key = report_key(gm, self.inputs, partitioner)
         current = session.begin()
@@ -180,17 +190,22 @@ class Graph:
 
     def plan(self, request: Request) -> Report:
         """Planned for the request, and not compiled. Raises `NoBackward`."""
-        current = self._begun()
-        with self._drafted(request) as draft:
-            plan_graph(draft, request, current)
-        assert current.report is not None
-        return current.report
+
+        def planned(asked: Request) -> Report:
+            current = self._begun()
+            with self._drafted(asked) as draft:
+                plan_graph(draft, asked, current)
+            assert current.report is not None
+            return current.report
+
+        return with_less_after_faults(request, planned, self._described)
 
     def explain(self) -> tuple[Callable[..., Any], Report | None]:
         """Planned by itself, and run node by node; without a report if it has no backward."""
         request, current = self.request(), self._begun()
         with reporting(self.options, current):
-            return self._run_planned(request), current.report
+            run = with_less_after_faults(request, self._run_planned, self._described)
+            return run, current.report
 
     def _begun(self) -> session.Session:
         current = session.begin()
@@ -204,8 +219,12 @@ class Graph:
 
     def as_part(self, request: Request, count: int) -> Part:
         """The versions that it may take. Raises `NoBackward`."""
-        with self._drafted(request) as draft:
-            return part_on_all_ranks(draft, request, count)
+
+        def offered(asked: Request) -> Part:
+            with self._drafted(asked) as draft:
+                return part_on_all_ranks(draft, asked, count)
+
+        return with_less_after_faults(request, offered, self._described)
 
     @contextmanager
     def _drafted(self, request: Request) -> Iterator[Draft]:
