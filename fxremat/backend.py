@@ -96,13 +96,15 @@ def fxremat(
 def _expect_others(graph: Graph, options: Mapping[str, Any] | None) -> None:
     """Know of all modules that are compiled for the same budget, before they run.
 
-    Those in training mode will have gradients. Ranks count by what wrappers say, and DDP by parts.
+    Those in training mode will have gradients; who has some was trained before, in another way.
+    Ranks count by what wrappers say, and DDP by parts.
     """
     scope = scopes.scope_of(graph.device, graph.options.memory_budget)
     if graph.options.memory_budget is None or scope.graphs or is_a_rank() or splits_for_ddp():
         return
     modules = modules_compiled_by(fxremat)
     trained = [one for one, given in modules if one.training and given == (options or {})]
+    trained = [one for one in trained if all(x.grad is None for x in one.parameters())]
     scope.given.expect([one for one in trained if one not in _REFUSED], graph.device)
 
 
