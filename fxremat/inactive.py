@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fxremat.compat.dynamo import (
@@ -115,8 +116,14 @@ _WATCHES: list[Watch] = []
 def watch(backend: Callable[..., Any]) -> None:
     """Look from now on, in this process, at what this backend is to compile."""
     _WATCHES.append(Watch(backend))
-    register_optimizer_step_post_hook(lambda *_: _WATCHES[-1].after_step())
+    register_optimizer_step_post_hook(_after_step)
     atexit.register(look)
+
+
+def _after_step(*_: object) -> None:
+    """An optimizer has stepped. Dynamo traces this where a step is compiled, and sees nothing."""
+    if not torch.compiler.is_compiling():
+        _WATCHES[-1].after_step()
 
 
 def look() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -188,6 +189,20 @@ def test_it_is_told_when_the_process_ends() -> None:
     ended = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True)
     assert "no training graph was seen" in ended.stderr
     assert ended.returncode == 0
+
+
+def test_a_compiled_optimizer_step_is_as_without_it(told: pytest.LogCaptureFixture) -> None:
+    """What looks after each step is in no graph, and breaks none."""
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(2, 4)).sum().backward()
+    train(BreakInLoop(), compiled(BreakInLoop()), torch.randn(4, 16), steps=0)
+    counted = CompileCounter()
+    step: Any = torch.compile(optimizer.step, backend=counted)
+    for _ in range(2):
+        step()
+    assert counted.frame_count == 1
+    assert said(told) == []
 
 
 def test_modules_and_options_of_a_backend() -> None:
