@@ -266,6 +266,20 @@ PASSES = ("recompute", "sums", "inplace")
 """The passes that ``disable_passes`` may name; offloading and variants have own options."""
 
 
+def read_ops(given: Given) -> tuple[str, ...]:
+    """Names of ops, whose library may be loaded later: "library::op"."""
+    names = _names_in(given)
+    names = () if names is None else names
+    if not isinstance(names, (list, tuple)) or not all(map(_is_name_of_op, names)):
+        raise given.refuse("names of ops, as 'library::op'")
+    return tuple(dict.fromkeys(names))
+
+
+def _is_name_of_op(name: object) -> bool:
+    parts = name.split("::") if isinstance(name, str) else []
+    return len(parts) == 2 and all(part.isidentifier() for part in parts)
+
+
 def read_passes(given: Given) -> tuple[str, ...]:
     """Names of passes, as a list or as text with commas."""
     names = _names_in(given)

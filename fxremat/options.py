@@ -26,6 +26,7 @@ from fxremat.option_values import (
     read_inductor,
     read_link,
     read_number_of_runs,
+    read_ops,
     read_optimizer,
     read_passes,
     read_path,
@@ -217,6 +218,14 @@ class Options:
         "FXREMAT_ALLOW_LOSSY",
         "bool",
         "Allow variants that store values inexactly. Gradients are then near, not exact.",
+    )
+    repeatable: tuple[str, ...] = _option(
+        (),
+        read_ops,
+        "FXREMAT_REPEATABLE",
+        "names of ops, as 'library::op'",
+        "Custom ops that may run again in the backward: each gives the same for the same, and does "
+        "nothing else. Those that draw random numbers or write into inputs run once in any case.",
     )
     disable_passes: tuple[str, ...] = _option(
         (),

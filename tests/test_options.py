@@ -192,6 +192,7 @@ ENVIRONMENT = {
     "FXREMAT_LINK_BANDWIDTH": "50GB/s",
     "FXREMAT_VARIANTS": "none",
     "FXREMAT_ALLOW_LOSSY": "1",
+    "FXREMAT_REPEATABLE": "kernels::norm",
     "FXREMAT_DISABLE_PASSES": "sums, inplace",
     "FXREMAT_OP_TIMES": "measured",
     "FXREMAT_VERIFY": "0",
@@ -205,7 +206,7 @@ def test_every_variable_is_read() -> None:
         2**32, 2**30, "adamw", "allocated", True, False, 4, 60.0, "aot_eager", "greedy", 1.5, True,
         3 * 2**30, 25 * 10**9, 50 * 10**9, (), True,
     )  # fmt: skip
-    read = Options(*given, ("sums", "inplace"), "measured", False, "there")
+    read = Options(*given, ("kernels::norm",), ("sums", "inplace"), "measured", False, "there")
     assert parse(ENVIRONMENT) == read
     assert set(ENVIRONMENT) == {row.variable for row in list_options() if row.variable}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -104,6 +104,17 @@ def module_of(root: nn.Module, graph: fx.Graph) -> fx.GraphModule:
     Most modules of a compilation are never called, and each would write its code several times.
     """
     return _LazyGraphModule(root, graph)
+
+
+REPEATABLE = "fxremat_repeatable"
+"""In the ``meta`` of a node: the user says that this call may run again."""
+
+
+def mark_repeatable(graph: fx.Graph, names: Collection[str]) -> None:
+    """Mark the calls of these ops, by names as "library::op"."""
+    for node in graph.nodes if names else ():
+        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name in names:
+            node.meta[REPEATABLE] = True
 
 
 def copy_module(

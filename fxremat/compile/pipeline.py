@@ -25,6 +25,7 @@ from functools import partial
 
 from torch import fx
 
+from fxremat.compat.joint_graph import mark_repeatable
 from fxremat.compile import verification
 from fxremat.compile.cost_model import CostModel, MemoryEstimation, cost_model
 from fxremat.compile.draft import Draft
@@ -100,6 +101,14 @@ class InPlace(PassStep):
     def run_on(self, draft: Draft, costs: CostModel, run: RunPass) -> Draft:
         one = self.makes(draft.num_forward_outputs) if self.told_outputs else self.makes()
         run(one, draft.module)
+        return draft
+
+
+class Mark(PassStep):
+    """Calls that the user says may run again are marked."""
+
+    def run_on(self, draft: Draft, costs: CostModel, run: RunPass) -> Draft:
+        mark_repeatable(draft.module.graph, costs.request.policy.repeatable)
         return draft
 
 
@@ -189,6 +198,7 @@ class InEachHalf(PassStep):
 
 
 PREPARE = (
+    Mark(),
     InPlace(prepared(CleanUp, Rights(merge=True)), makes=CleanUp),
     InPlace(prepared(AddBeforePutting, Rights(regroup=True)), makes=AddBeforePutting),
     InPlace(prepared(GradientSums, Rights(regroup=True)), makes=GradientSums, when=_sums),

@@ -111,7 +111,8 @@ class Policy:
     """How to plan and what may be done to the graph.
 
     ``variants`` are names of rules (None: all), ``disabled`` names of passes that are left out
-    (`fxremat.option_values.PASSES`). With an ``arena``, buffers have planned addresses.
+    (`fxremat.option_values.PASSES`). Calls of the custom ops ``repeatable`` may run again. With an
+    ``arena``, buffers have planned addresses.
     """
 
     executor: str = "inductor"
@@ -122,6 +123,7 @@ class Policy:
     disabled: tuple[str, ...] = ()
     verify: bool = True
     arena: bool = True
+    repeatable: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -246,6 +248,7 @@ def _policy(options: Options, device: torch.device) -> Policy:
         solver=options.solver,
         solver_time_limit=options.solver_time_limit,
         variants=options.variants,
+        repeatable=options.repeatable,
         allow_lossy=options.allow_lossy,
         disabled=options.disable_passes,
         verify=options.verify,

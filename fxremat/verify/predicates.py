@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from fxremat.compat.configuration import OpOverload
 from fxremat.compat.distributed.ranks import is_wait, moves_between_ranks, sums_over_ranks
-from fxremat.compat.joint_graph import must_be_in_forward, user_tag
+from fxremat.compat.joint_graph import REPEATABLE, must_be_in_forward, user_tag
 from fxremat.compat.sizes import size_bound
 from fxremat.runtime import kernels
 
@@ -160,7 +160,8 @@ def is_function(node: fx.Node) -> bool:
     schema = schema_of(node)
     if schema is None:
         return False
-    if schema.name.partition("::")[0] not in _NAMESPACES and not _is_function_of_ranks(node):
+    known = schema.name.partition("::")[0] in _NAMESPACES or node.meta.get(REPEATABLE, False)
+    if not known and not _is_function_of_ranks(node):
         return False
     return not (schema.is_mutable or is_random(node) or has_effect(node))
 
