@@ -53,8 +53,8 @@ class Watch:
         missing = modules and not self.training_graphs and not self.told_of_none
         if not (given_up or missing) or disabled():
             return
+        self.told.update(given_up)  # whether it concerns a budget is asked once: that takes a while
         if given_up and self._asked():
-            self.told.update(given_up)
             log.warning(_of_given_up(given_up, self.training_graphs))
             self.told_of_none |= not self.training_graphs
         elif missing and self._has_trained():

@@ -196,12 +196,28 @@ def test_a_compiled_optimizer_step_is_as_without_it(told: pytest.LogCaptureFixtu
     model = nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.randn(2, 4)).sum().backward()
-    train(BreakInLoop(), compiled(BreakInLoop()), torch.randn(4, 16), steps=0)
     counted = CompileCounter()
     step: Any = torch.compile(optimizer.step, backend=counted)
     for _ in range(2):
         step()
     assert counted.frame_count == 1
+    assert said(told) == []
+
+
+def test_whether_a_budget_was_asked_for_is_looked_up_once(
+    told: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To look takes a while, and an optimizer steps often."""
+    looked: list[object] = []
+
+    def look(backend: object) -> list[Any]:
+        looked.append(backend)
+        return []
+
+    monkeypatch.setattr(inactive, "options_given_to", look)
+    model = BreakInLoop()
+    train(model, torch.compile(model, backend="eager"), torch.randn(4, 16), steps=5)
+    assert len(looked) == 1
     assert said(told) == []
 
 
