@@ -254,6 +254,16 @@ def test_blocks_that_a_function_calls_keep_the_budget(checkpointed: bool, percen
     assert case.kept(case.budget(percent)) > case.plain[1] // 2
 
 
+def test_what_checkpoints_hold_is_counted_once_however_often_it_was_seen() -> None:
+    """A later run begins with what was remembered, and sees it again."""
+    case = called_by_a_function(checkpointed=True)
+    held = []
+    for _ in range(3):
+        case.kept(case.budget(101))
+        held.append(fxremat.reports()[-1].held_bytes)
+    assert len(set(held)) == 1
+
+
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_blocks_that_a_function_calls_are_refused_with_a_true_least(checkpointed: bool) -> None:
     case = called_by_a_function(checkpointed)

@@ -341,8 +341,8 @@ class SharingGraph(Protocol):
         """Whether all that was counted beside it is there."""
         ...
 
-    def set_aside(self, between: int, held: int) -> None:
-        """Have it planned again with so many bytes more, or fewer, beside it."""
+    def set_aside(self, between: int, held: int, *, remembered: bool = True) -> None:
+        """Have it planned again with so many bytes more, or fewer, beside it; in later runs too."""
         ...
 
     @property

@@ -184,12 +184,13 @@ class GraphInStep:
         """What the user holds back of the budget."""
         return self.graph.options.reserve or 0
 
-    def set_aside(self, between: int, held: int) -> None:
+    def set_aside(self, between: int, held: int, *, remembered: bool = True) -> None:
         """Have it planned again with so many bytes more, or fewer, beside it: they were seen."""
         if self.graph.was_sent:  # what the step took was for a gradient that none had expected
             return
         self._hold(held)
-        self.observed.note(between, held)
+        if remembered:
+            self.observed.note(between, held)
         self.role.is_due |= self.role.described is None
 
     def _see_gradients(self, args: Iterable[object]) -> bool:

@@ -138,8 +138,9 @@ class BudgetScope:
         resident = self.resident_beside(own, device, models=not around)
         known = {**own, **resident}
         batch = storages_of(self.given.batches(), device)
-        of_first = {key for one in self.waiting.values() if one not in runs for key in one.given}
-        batch = {key: size for key, size in batch.items() if key not in {*known, *of_first}}
+        counted = {key for one in self.waiting.values() if one not in runs for key in one.given}
+        counted |= known.keys()
+        batch = {key: size for key, size in batch.items() if key not in counted}
         held = sum(size for key, size in waiting.items() if key not in {**known, **batch})
         for graph in distinct:  # of runs that are still to come, as micro-batches are
             missing = graph.taken.count - graphs.count(graph)
@@ -316,7 +317,7 @@ class BudgetScope:
             return
         self.given.checkpointed.counted += more
         for graph in list(self.graphs):
-            graph.set_aside(0, more)
+            graph.set_aside(0, more, remembered=False)  # each run sees it in its first step
             self.due |= graph.role.described is not None
 
     def _use_what_is_left(self) -> None:
