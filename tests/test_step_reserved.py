@@ -180,9 +180,14 @@ class Step:
         )
 
     def plan(self, request: Request) -> Any:
-        """The report of the version that is asked for."""
-        wanted = request.budget.soft_limit
-        place = next(k for k, one in enumerate(OFFERS) if one.peak_bytes == wanted)
+        """The report of the fastest version within the limits."""
+        wanted, between = request.budget.soft_limit, request.budget.between
+        assert wanted is not None
+        place = next(
+            k
+            for k, one in enumerate(OFFERS)
+            if one.peak_bytes <= wanted and one.peak_bytes - one.between_bytes <= wanted - between
+        )
         saved, again = list(WAYS.items())[place]
         return SimpleNamespace(
             graph=0,
@@ -198,7 +203,7 @@ class Step:
 
         def compile_version(request: Request) -> CompiledVersion:
             report = self.plan(request)
-            self.compiled += [one for one in OFFERS if one.peak_bytes == request.budget.own]
+            self.compiled += [one for one in OFFERS if one.version == report.as_part]
             return CompiledVersion(lambda: report, report)
 
         def look(request: Request, count: int) -> Part:

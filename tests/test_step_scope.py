@@ -101,3 +101,20 @@ def test_graphs_are_gone_with_the_code_that_runs_them() -> None:
     torch._dynamo.reset()
     gc.collect()
     assert not only.graphs
+
+
+def test_what_only_garbage_holds_while_it_compiles_is_not_planned_for() -> None:
+    """Dynamo leaves cycles behind that hold results until Python collects them."""
+    at_hand = []
+    for keep in (False, True):
+        torch._dynamo.reset()
+        model = nn.Linear(8, 8)
+        result = compiled(model, memory_budget=BUDGET)(torch.ones(4, 8))
+        loss, cycle = result.sum(), [result]
+        cycle.append(cycle)
+        at_hand += [result] if keep else []
+        del result, cycle
+        loss.backward()
+        [only] = scope._SCOPES.values()
+        assert [one.holds for one in only.order if one.phase == "forward"] == [keep]
+        scope.forget()

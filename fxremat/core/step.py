@@ -74,6 +74,37 @@ class Step:
         """The most at any point."""
         return max((self.bytes_at(point, chosen) for point in self.points), default=0)
 
+    def widest(self, part: int, version: int, chosen: Sequence[int], limit: int) -> Version:
+        """The most that a version of a part may take, if other runs take what they have chosen.
+
+        All points stay within the limit, in bytes. Its time is that of the version as it is.
+        """
+
+        def takes(run: int) -> bool:
+            return self.part_of[run] == part and chosen[run] == version
+
+        left = dict[str, int]()
+        waiting = list[tuple[str, int, int]]()
+        more: int | None = None
+        for point in self.points:
+            runs = point.running is not None and takes(point.running)
+            many = sum(map(takes, point.waiting))
+            free = limit - self.bytes_at(point, chosen)
+            if many:
+                more = min(free // (many + runs), free if more is None else more)
+            if runs:
+                waiting.append((point.phase, many, free))
+        saved = max(0, more or 0)
+        for phase, many, free in waiting:
+            left[phase] = max(0, min(free - many * saved, left.get(phase, free)))
+        one = self.versions[part][version]
+        return Version(
+            one.time_us,
+            one.saved_bytes + saved,
+            one.forward_bytes + left.get("forward", 0),
+            one.backward_bytes + left.get("backward", 0),
+        )
+
     def time_us(self, chosen: Sequence[int]) -> float:
         """Of all runs together."""
         return sum(self.version(run, chosen).time_us for run in range(len(self.part_of)))

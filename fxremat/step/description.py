@@ -170,6 +170,24 @@ class StepDescription:
         unused = max(0, taken.nbytes - self.step().peak_bytes(chosen))
         return LeastVersions(chosen, budget.least_for(taken.nbytes), unused)
 
+    def widen(self, part: int, chosen: Sequence[int], limit_bytes: int) -> bool:
+        """Offer the chosen versions of a part with all that the rest leaves; whether that is more.
+
+        Versions that are compiled stay, and so do those that keep everything.
+        """
+        found = False
+        for version in sorted({chosen[run] for run in self.runs_of(part)}):
+            offers, step = list(self.parts[part].offers), self.step()
+            fastest = min(one.version.time_us for one in offers)
+            most = step.widest(part, version, chosen, limit_bytes)
+            keeps = offers[version].exact or offers[version].version.time_us <= fastest
+            if keeps or most == offers[version].version:
+                continue
+            resident = self.parts[part].interface.resident
+            offers[version], found = offers[version].within(most, resident), True
+            self.offer(part, offers)
+        return found
+
     def outside_bytes(self, part: int) -> int:
         """Live outside when the last run of a part goes backward, beside the gradients it gets."""
         last = self.runs_of(part)[-1]
@@ -182,8 +200,8 @@ class StepDescription:
 
     def saving_most_first(
         self, part: int, chosen: tuple[int, ...], budget_bytes: int
-    ) -> tuple[list[int], tuple[int, ...]]:
-        """The versions of a part's runs by what they save, the most first, within the budget.
+    ) -> tuple[int, ...]:
+        """The chosen versions, of a part by what they save, the most first, within the budget.
 
         Blocks of one class are several graphs where their inputs differ: the first block's needs no
         gradient. These share the places, and each is planned as if it had all of them. So at each
@@ -195,9 +213,18 @@ class StepDescription:
         sorted_so = list(chosen)
         for run, k in zip(runs, by_saved, strict=True):
             sorted_so[run] = k
-        if step.peak_bytes(sorted_so) <= budget_bytes:
-            return by_saved, tuple(sorted_so)
-        return mine, chosen
+        return tuple(sorted_so) if step.peak_bytes(sorted_so) <= budget_bytes else chosen
+
+    def settle(self, part: int, of_run: Sequence[int]) -> tuple[int, ...]:
+        """Note the versions of a part's runs; the version of each place.
+
+        Other parts have the places between them: a run that comes there saves least.
+        """
+        runs, offers = self.runs_of(part), self.parts[part].offers
+        self.fixed.update(zip(runs, of_run, strict=True))
+        least = min(of_run, key=lambda k: offers[k].version.saved_bytes)
+        taken = dict(zip((self.place_of[run] for run in runs), of_run, strict=True))
+        return tuple(taken.get(place, least) for place in range(max(taken) + 1))
 
     def runs_of(self, part: int) -> tuple[int, ...]:
         """The runs of a part, by their places."""

@@ -11,7 +11,10 @@ from typing import Any
 import torch
 
 from fxremat.compat.configuration import cache_directory, caches_disabled
+from fxremat.compile.request import Budget
 from fxremat.disk_cache import Answers, Question
+from fxremat.memory.reserved_bytes import Reserved
+from fxremat.report.report import Report
 
 Compiled = Callable[..., Any]
 Around = tuple[Callable[[], torch.Tensor | list[torch.Tensor] | None], ...]
@@ -43,6 +46,33 @@ class Promise:
     counts_reserved: bool = False
 
 
+def promise_of(
+    report: Report,
+    budget: Budget,
+    peak: int,
+    beside: tuple[int, int],
+    around: Around,
+    device: torch.device,
+) -> Promise:
+    """What a report promises under a budget, for a graph with this peak.
+
+    ``beside`` it are the bytes of what it does not see, and of what no graph sees.
+    """
+    assert budget.limit is not None
+    return Promise(
+        graph=f"graph {report.graph}",
+        device=device,
+        budget_bytes=budget.limit,
+        peak_bytes=peak,
+        held_bytes=report.held_bytes,
+        reserve_bytes=beside[0],
+        unseen_bytes=beside[1],
+        saved_bytes=report.saved_bytes,
+        around=around,
+        counts_reserved=budget.metric == "reserved",
+    )
+
+
 @dataclass(frozen=True)
 class PromisedVersion:
     """A compiled graph, and what was promised of it."""
@@ -69,6 +99,43 @@ class RunVersions:
     def of_run(self, place: int) -> PromisedVersion:
         """The version of the run at a place among those that wait."""
         return self.versions[self.version_of_run[min(place, len(self.version_of_run) - 1)]]
+
+
+@dataclass(frozen=True)
+class MadeVersions:
+    """Versions of a graph, compiled, the one of each of its runs, and what the step then takes."""
+
+    compiled: dict[int, PromisedVersion]
+    of_run: list[int]
+    peak_bytes: int
+    reserved: Reserved | None
+
+    @property
+    def is_reserved(self) -> bool:
+        """Whether reserved bytes are counted, and known."""
+        return self.reserved is not None
+
+    @property
+    def nbytes(self) -> int:
+        """What the budget counts."""
+        return self.peak_bytes if self.reserved is None else self.reserved.nbytes
+
+
+@dataclass
+class Warned:
+    """What was looked at because more waited than ever before, and what was warned of.
+
+    ``most`` are the runs that waited, and the bytes that their plans say; ``runs`` is how many
+    there were in the last warning. Where it was planned ``anew``, what waits now is known to be too
+    much, and what waits next is looked at anew. Steps that took more than the budget had all graphs
+    ``planned_again`` so often. What they left of the promise was looked for in ``looked`` steps.
+    """
+
+    most: tuple[int, int] = (1, 0)
+    runs: int = 1
+    anew: bool = False
+    planned_again: int = 0
+    looked: int = 0
 
 
 @dataclass

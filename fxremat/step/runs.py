@@ -42,7 +42,14 @@ from fxremat.step.description import (
     summary_of,
 )
 from fxremat.step.graph import CompiledVersion, Graph, NoBackward, Place, Role, Taken, Tensors
-from fxremat.step.promise import Compiled, Observed, Promise, PromisedVersion, RunVersions
+from fxremat.step.promise import (
+    Compiled,
+    MadeVersions,
+    Observed,
+    PromisedVersion,
+    RunVersions,
+    promise_of,
+)
 from fxremat.step.versions import Offer, Part, version_in
 
 log = logging.getLogger(__name__)
@@ -294,9 +301,8 @@ class GraphInStep:
         assert refused.minimum_bytes is not None
         self.part()
         described = self.where.scope.describe_with(self)
-        if described is None:
-            return refused.minimum_bytes
-        return self._least(described).budget_bytes
+        least = None if described is None else self._least(described).budget_bytes
+        return least or refused.minimum_bytes
 
     def part(self) -> Part:
         """What it offers as a part of a step. Raises `NoBackward`."""
@@ -311,13 +317,8 @@ class GraphInStep:
         if described is None or count != len(described.runs_of(self.role.index)):
             part = self.looked = self.graph.as_part(self.request, count)
             self.role.described, self.role.index = None, 0  # the step is not as it was described
-            described = first_description(
-                part,
-                count,
-                self.where,
-                self.request.budget.held,
-                compiled_before=bool(self.known),
-            )
+            held, before = self.request.budget.held, bool(self.known)
+            described = first_description(part, count, self.where, held, compiled_before=before)
         elif not self.role.looked_at:
             beside = self.request.with_budget(held=self.request.budget.coming)
             described.parts[self.role.index] = self.graph.as_part(beside, count)
@@ -342,53 +343,75 @@ class GraphInStep:
         What the latter need is not known yet, so that one may exceed the budget in its first step.
         """
         described.see_between(self.observed.between)
-        part = described.parts[self.role.index]
         unknown = self.where.follow and self.role.described is None and len(described.part_of) == 1
         choose = planner.saving_least if unknown else planner.fastest
-        offers, aim = list(part.offers), self.request.budget.for_step
-        failed: set[planner.Chosen] = set()
-        ways = lowest_ways(self.request.budget)
+        aim = budget = self.request.budget.for_step
+        if not unknown and (found := self._with_what_is_left(described)) is not None:
+            return self._settled(described, found)
+        failed, ways = set[planner.Chosen](), lowest_ways(self.request.budget)
         for _ in range(DRY_RUNS):
-            described.offer(self.role.index, offers)
             chosen = choose(described.step(), aim)
             if chosen is None and failed:
                 step = described.step()
                 chosen = next((one for way in ways if (one := way(step)) not in failed), None)
             if chosen is None:
                 break
-            mine = [chosen[run] for run in described.runs_of(self.role.index)]
             try:
-                made = {k: self._compiled(offers, k, part.interface) for k in sorted(set(mine))}
+                found = self._made(described, chosen)
             except InfeasibleBudget as refused:
                 forget_frames(refused)
                 continue
-            described.offer(self.role.index, offers)
-            if self.role.described is None:
-                mine, chosen = described.saving_most_first(
-                    self.role.index, chosen, self.request.budget.for_step
-                )
-            peak, taken = described.step().peak_bytes(chosen), self._reserved(described, chosen)
-            if taken is None:
-                if peak <= self.request.budget.for_step or unknown:
-                    return self._settled(described, offers, made, mine, peak, None)
-                continue
-            over = taken.nbytes - self.request.budget.for_step
-            if over <= 0:
-                return self._settled(described, offers, made, mine, peak, taken)
-            failed.add(chosen)
-            aim = min(aim, peak) - over
+            if found.nbytes <= budget or (unknown and not found.is_reserved):
+                return self._settled(described, found)
+            if found.is_reserved:
+                failed.add(chosen)
+                aim = min(aim, described.step().peak_bytes(chosen)) - (found.nbytes - budget)
         described.planners[self.role.index] = self.plan_version
         least, limit = self._least(described), self.request.budget.limit
         if limit is not None and least.budget_bytes > limit:
             raise least.refusal(limit)
-        chosen, offers = least.chosen, list(described.parts[self.role.index].offers)
-        mine = [chosen[run] for run in described.runs_of(self.role.index)]
-        made = {k: self._compiled(offers, k, part.interface) for k in sorted(set(mine))}
-        peak, taken = described.step().peak_bytes(chosen), self._reserved(described, chosen)
-        return self._settled(described, offers, made, mine, peak, taken)
+        return self._settled(described, self._made(described, least.chosen))
+
+    def _with_what_is_left(self, described: StepDescription) -> MadeVersions | None:
+        """The fastest versions, those of this graph with all that the others leave of the budget.
+
+        Few versions are offered. What lies between them is found here: the plan that is fastest
+        under the bytes that are left. None where that gives no more, or is not kept.
+        """
+        index, budget = self.role.index, self.request.budget.for_step
+        offered, aim = described.parts[index].offers, budget
+        for _ in range(2):  # the second time with less, by what the allocator adds
+            chosen = planner.fastest(described.step(), aim)
+            if chosen is None or not described.widen(index, chosen, aim):
+                return None
+            try:
+                found = self._made(described, chosen)
+            except InfeasibleBudget as refused:
+                forget_frames(refused)
+                break
+            if found.nbytes <= budget:
+                return found
+            aim -= found.nbytes - budget
+            described.offer(index, offered)
+        described.offer(index, offered)
+        return None
+
+    def _made(self, described: StepDescription, chosen: planner.Chosen) -> MadeVersions:
+        """The versions chosen for this graph, compiled. Raises `InfeasibleBudget`."""
+        index = self.role.index
+        part = described.parts[index]
+        offers, runs = list(part.offers), described.runs_of(index)
+        try:
+            mine = sorted({chosen[run] for run in runs})
+            compiled = {k: self._compiled(offers, k, part.interface) for k in mine}
+        finally:
+            described.offer(index, offers)
+        if self.role.described is None:
+            chosen = described.saving_most_first(index, chosen, self.request.budget.for_step)
+        of_run, peak = [chosen[run] for run in runs], described.step().peak_bytes(chosen)
+        return MadeVersions(compiled, of_run, peak, self._reserved(described, chosen))
 
     def _least(self, described: StepDescription) -> LeastVersions:
-        """The versions that need the least budget."""
         return described.least(self.request.budget, partial(self._reserved, described))
 
     def _reserved(self, described: StepDescription, chosen: Sequence[int]) -> Reserved | None:
@@ -408,32 +431,18 @@ class GraphInStep:
         known = described is None or described.outside is not None
         return known and self.where.context.pipeline is None
 
-    def _settled(
-        self,
-        described: StepDescription,
-        offers: Sequence[Offer],
-        made: dict[int, PromisedVersion],
-        mine: Sequence[int],
-        peak: int,
-        taken: Reserved | None,
-    ) -> RunVersions:
+    def _settled(self, described: StepDescription, found: MadeVersions) -> RunVersions:
         """The versions that were chosen; no other ones are offered from now on."""
+        made, mine, offers = found.compiled, found.of_run, described.parts[self.role.index].offers
         self.taken.saved_bytes = sum(offers[k].version.saved_bytes for k in mine)
-        kept = tuple(offers[k] for k in made)
-        of_run = tuple(list(made).index(k) for k in mine)
+        kept, of_run = tuple(offers[k] for k in made), tuple(list(made).index(k) for k in mine)
         described.parts[self.role.index] = replace(described.parts[self.role.index], offers=kept)
-        runs = described.runs_of(self.role.index)
-        described.fixed.update(zip(runs, of_run, strict=True))
-        self.placing.described = described
         versions = tuple(made.values())
-        peak = peak if taken is None else taken.nbytes
-        counted = "allocated" if taken is None else "reserved"
+        peak, counted = found.nbytes, "reserved" if found.is_reserved else "allocated"
         log.info("%s", summary_of(kept, of_run, peak, self.request.budget.for_step, counted))
         late = self.where.context.late if self.role.described is None else 0
-        least = min(of_run, key=lambda k: kept[k].version.saved_bytes)
-        places = [described.place_of[run] for run in runs]
-        taken_by = dict(zip(places, of_run, strict=True))  # others have the other places
-        at_place = tuple(taken_by.get(place, least) for place in range(max(places) + 1))
+        at_place = described.settle(self.role.index, of_run)
+        self.placing.described = described
         parts: tuple[Part, ...] = ()
         if self.role.described is None:
             own = described.parts[self.role.index].interface
@@ -472,25 +481,14 @@ class GraphInStep:
         peak = report.counted_peak_bytes - report.held_bytes
         if own is not None:
             part, around = version_in(report), self.where.context.everything
-            unseen += own.resident - own.given
-            unseen -= self.where.context.late
+            unseen += own.resident - own.given - self.where.context.late
             if self.where.context.pipeline is not None:
                 unseen -= self.where.context.pipeline.arriving(own.incoming)
             if self.role.described is not None:
                 unseen = self.role.described.outside_bytes(self.role.index)
             peak = max(part.forward_bytes + own.given, part.backward_bytes + own.incoming)
-        promise = Promise(
-            graph=f"graph {report.graph}",
-            device=self.where.device,
-            budget_bytes=request.budget.limit,
-            peak_bytes=peak,
-            held_bytes=report.held_bytes,
-            reserve_bytes=unseen,
-            saved_bytes=report.saved_bytes,
-            unseen_bytes=self.unseen_bytes,
-            around=around,
-            counts_reserved=request.budget.metric == "reserved",
-        )
+        beside, device = (unseen, self.unseen_bytes), self.where.device
+        promise = promise_of(report, request.budget, peak, beside, around, device)
         return PromisedVersion(version.call, promise)
 
     def plan_version(self, offer: Offer, limit_bytes: int) -> Report:

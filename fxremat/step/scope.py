@@ -6,6 +6,7 @@ well. A run waits from the end of its forward until a backward has freed what it
 
 from __future__ import annotations
 
+import gc
 import logging
 import warnings
 import weakref
@@ -41,7 +42,7 @@ from fxremat.step.graph import (
     Tensors,
     WaitingRun,
 )
-from fxremat.step.promise import Promise
+from fxremat.step.promise import Promise, Warned
 from fxremat.step.versions import Part
 
 log = logging.getLogger(__name__)
@@ -77,23 +78,6 @@ class Neighbours:
         return self.lasting + self.batch + self.waiting
 
 
-@dataclass
-class Warned:
-    """What was looked at because more waited than ever before, and what was warned of.
-
-    ``most`` are the runs that waited, and the bytes that their plans say; ``runs`` is how many
-    there were in the last warning. Where it was planned ``anew``, what waits now is known to be too
-    much, and what waits next is looked at anew. Steps that took more than the budget had all graphs
-    ``planned_again`` so often. What they left of the promise was looked for in ``looked`` steps.
-    """
-
-    most: tuple[int, int] = (1, 0)
-    runs: int = 1
-    anew: bool = False
-    planned_again: int = 0
-    looked: int = 0
-
-
 @dataclass(eq=False)
 class BudgetScope:
     """The graphs that share one budget, and their runs that wait, in the order they came.
@@ -112,6 +96,8 @@ class BudgetScope:
     own: OwnMemory = field(default_factory=OwnMemory)
     watch: StepWatch | None = None
     compiled_again: int = 0
+    collected: int = 0
+    """Compilations after which garbage was collected."""
     saved_bytes: int = 0
     """Of all forwards that wait, by their plans; the most since a step began."""
 
@@ -423,7 +409,13 @@ class BudgetScope:
                 self.order.append(Recorded(weakref.ref(run.graph), run.place, "backward"))
 
     def _note_held(self, run: WaitingRun) -> None:
-        """Note at its forward if somebody holds results when the run goes backward."""
+        """Note at its forward if somebody holds results when the run goes backward.
+
+        While a step is compiled, garbage of Dynamo's may, until Python collects it.
+        """
+        if any(one() is not None for one in run.made) and self._compilations() > self.collected:
+            self.collected = self._compilations()
+            gc.collect()
         if not any(one() is not None for one in run.made):
             return
         for k, one in reversed(list(enumerate(self.order))):

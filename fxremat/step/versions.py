@@ -41,7 +41,7 @@ class Offer:
 
     ``peak_bytes`` are those of the graph by itself, ``between_bytes`` what is held beside it
     between its halves. Of a version that was counted in a dry run, the figures are ``exact``, and
-    on CUDA the ``events`` are known.
+    on CUDA the ``events`` are known. The limits of a ``tight`` one are all that the step leaves it.
     """
 
     version: Version
@@ -49,6 +49,7 @@ class Offer:
     between_bytes: int
     events: RunEvents | None = None
     exact: bool = False
+    tight: bool = False
 
     def asked(self, request: Request, *, whole: bool) -> Request:
         """The request for this version; all else that the budget counts is held.
@@ -69,7 +70,18 @@ class Offer:
     @property
     def most_bytes(self) -> int:
         """What it may take where its dry run shows a little more than was planned."""
-        return int(self.peak_bytes * (1 + MEASURABLE))
+        return self.peak_bytes if self.tight else int(self.peak_bytes * (1 + MEASURABLE))
+
+    def within(self, most: Version, resident: int) -> Offer:
+        """The offer with other limits: what a run may take at most.
+
+        What lies beside the bytes that it saves, between its halves, is as in the plan at hand;
+        its inputs are ``resident``.
+        """
+        beside = self.peak_bytes - self.between_bytes - self.version.saved_bytes
+        peak = min(most.forward_bytes + resident, most.backward_bytes + beside)
+        between = max(0, peak - beside - most.saved_bytes)
+        return Offer(most, peak, between, tight=True)
 
     def as_counted(self, report: Report | None) -> Offer:
         """The offer with what the version really takes."""

@@ -1,0 +1,1 @@
+"""Architectures of others, in small configurations, as their users train them."""

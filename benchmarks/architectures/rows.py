@@ -1,0 +1,107 @@
+"""A row of the matrix, and the page that is made of all of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+MIB = 2**20
+HEAD = (
+    "architecture", "status", "plain", "checkpointed", "budget", "taken", "least", "taken",
+    "gradients", "graphs", "first step", "step",
+)  # fmt: skip
+REMARK = 300
+"""Characters shown of a warning or an error."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was found of one architecture, as `measuring.Found` has it."""
+
+    found: dict[str, Any]
+
+    def __getattr__(self, name: str) -> Any:
+        return self.found.get(name)
+
+    @property
+    def is_bad(self) -> bool:
+        """A promise is broken, or somebody is refused what a checkpoint would give."""
+        if self.status == "refused":
+            checkpointed = self._peak("checkpointed")
+            return checkpointed is not None and checkpointed <= self.budget
+        inactive = self.status == "inactive" and not self.warned
+        return inactive or self.status in ("over", "failed")
+
+    def _peak(self, way: str) -> int | None:
+        found = self.found.get(way) or {}
+        return max(found["peaks"]) if "peaks" in found else None
+
+    def _ratio(self, what: str) -> str:
+        """Of seconds at the budget, or at the least, to plain's."""
+        ours = self.at_budget or self.at_least
+        if not (ours and self.plain and self.plain[what]):
+            return ""
+        return f"{ours[what] / self.plain[what]:.2f}"
+
+    def cells(self) -> list[str]:
+        """A line of the table: MiB, and seconds relative to plain compile's."""
+        error = "" if self.gradient_error is None else f"{self.gradient_error:.0e}"
+        return [
+            self.name,
+            self.status,
+            _mib(self._peak("plain")),
+            _mib(self._peak("checkpointed")),
+            _mib(self.budget),
+            _mib(self._peak("at_budget")),
+            _mib(self.least),
+            _mib(self._peak("at_least")),
+            error,
+            "" if self.graphs is None else str(self.graphs),
+            self._ratio("first_seconds"),
+            self._ratio("step_seconds"),
+        ]
+
+    def remarks(self) -> list[str]:
+        """What went wrong, and what was warned of."""
+        said = [self.error] if self.error else []
+        return [line[:REMARK] for line in (*said, *(self.warned or ()))]
+
+
+def _mib(count: int | None) -> str:
+    return "" if count is None else f"{count / MIB:.1f}"
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """How many there are of each status."""
+    counts = Counter(row.status for row in rows)
+    return ", ".join(f"{count} {status}" for status, count in counts.most_common())
+
+
+def page(machine: dict[str, Any], rows: Sequence[Row]) -> str:
+    """The page of the docs, in Markdown."""
+    lines = [
+        "# Architectures",
+        "",
+        "Small configurations of architectures as their users train them, with random weights and",
+        "AdamW, on the CPU. Made by `python -m benchmarks.architectures --json OUT`, and written",
+        f"here by `--page OUT`. torch {machine['torch']}, {machine['threads']} threads,",
+        f"{machine['date'][:10]}. Bytes are MiB at the measured peak of all iterations but the",
+        "first. The budget is 60 % of what plain torch.compile takes; *least* is what fxremat",
+        "names when it is asked for 1 MiB, and what it takes when that is asked for;",
+        "*checkpointed* has each repeated block under `torch.utils.checkpoint`. *Gradients* is the",
+        "largest relative difference from plain compile's. *First step* and *step* are seconds",
+        "relative to plain compile's: until steps are steady, and after that; the machine was",
+        "not quiet, so that these two are rough.",
+        "",
+        f"**{summary(rows)}.**",
+        "",
+        "| " + " | ".join(HEAD) + " |",
+        "|" + "---|" * len(HEAD),
+    ]
+    lines += ["| " + " | ".join(row.cells()) + " |" for row in rows]
+    remarks = [f"* **{row.name}**: {line}" for row in rows for line in row.remarks()]
+    if remarks:
+        lines += ["", "## What was said", "", *remarks]
+    return "\n".join(lines) + "\n"
