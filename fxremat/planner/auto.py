@@ -15,7 +15,6 @@ from fxremat.planner import constants
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.indexed_problem import build_model
 from fxremat.planner.milp import moments
-from fxremat.planner.milp.relaxation import LastReads
 from fxremat.planner.options import SolverOptions
 from fxremat.planner.plans import limit_s
 from fxremat.planner.solvers import named
@@ -73,9 +72,8 @@ def _lower_peak(problem: Problem, best: Plan, options: SolverOptions, deadline: 
 def _is_small(problem: Problem) -> bool:
     """Whether few ops may run again in few stages, so that programmes decide what is feasible."""
     model = build_model(problem)
-    last = LastReads.of(model).by_any_run
     repeats = (
-        max((op, *(last[value] for value in model.writes[op]))) - op
+        max((op, *(model.last_needs[value] for value in model.writes[op]))) - op
         for op in range(model.n)
         if model.repeatable[op]
     )

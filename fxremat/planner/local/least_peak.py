@@ -67,7 +67,7 @@ def _shortest(
 ) -> tuple[tuple[int, list[ExtraRun]] | None, int]:
     """Peak and extra runs of a fastest schedule within the cap, and the nodes used."""
     start: Node = (0, frozenset(v for v in model.inputs if not model.is_output[v]))
-    last = _last_first_reads(model)
+    last = model.last_reads
     best: dict[Node, float] = {start: 0.0}
     predecessor: dict[Node, tuple[Node, PathStep]] = {}
     queue: list[tuple[float, int, Node]] = [(0.0, 0, start)]
@@ -101,15 +101,6 @@ def _follow(
             out.append((step.op, before[0]))
         node = before
     return peak, out[::-1]
-
-
-def _last_first_reads(model: IndexedProblem) -> list[int]:
-    """The last op that reads each value in base order; -1 where none does."""
-    last = [-1] * len(model.bytes)
-    for op, reads in enumerate(model.reads):
-        for value in reads:
-            last[value] = op
-    return last
 
 
 def _steps(model: IndexedProblem, node: Node, last: list[int]) -> Iterator[PathStep]:

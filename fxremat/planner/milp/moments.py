@@ -30,7 +30,7 @@ from fxremat.planner.local.pareto_front import ParetoFront, steps_of
 from fxremat.planner.local.ruin_and_repair import polish
 from fxremat.planner.local.stage_schedule import ExtraRun, StageSchedule
 from fxremat.planner.milp.highs import BOUND_MARGIN
-from fxremat.planner.milp.relaxation import LastReads, Relaxation, extra_runs_for
+from fxremat.planner.milp.relaxation import Relaxation, extra_runs_for
 from fxremat.planner.options import Progress, SolverOptions
 from fxremat.planner.peak_bound import peak_bound
 from fxremat.planner.plans import make_plan
@@ -136,7 +136,6 @@ class Refinement:
     front: ParetoFront
     budget: int
     deadline: Deadline
-    last_reads: LastReads
     set_aside: dict[int, int]
     near_us: float = 0.0
     """A plan so near to the bound is good enough."""
@@ -150,7 +149,7 @@ class Refinement:
     ) -> Refinement:
         """The one point to begin with: the highest stage of store-all."""
         peak = int(StageSchedule(front.model).peak.argmax())
-        return Refinement(front, budget, deadline, LastReads.of(front.model), {peak: 0}, near_us)
+        return Refinement(front, budget, deadline, {peak: 0}, near_us)
 
     def proven(self) -> bool:
         """Whether the best plan so far is as good as the bound, or near enough to it."""
@@ -212,7 +211,7 @@ class Refinement:
 
     def _cheapest_runs(self) -> list[ExtraRun] | None:
         """Extra runs of the cheapest choice; None where there is none."""
-        relaxation = Relaxation(self.front.model, self.last_reads, self.budget, self.set_aside)
+        relaxation = Relaxation(self.front.model, self.budget, self.set_aside)
         solution = relaxation.solve(self.deadline, self.near_us / 2)
         if not any(self.set_aside.values()):
             self.bound_us = max(self.bound_us, relaxation.time_bound_us(solution))

@@ -30,31 +30,6 @@ Affine = tuple[float, list[Term]]
 """A constant, and the terms that are added to it."""
 
 
-@dataclass(frozen=True)
-class LastReads:
-    """The last stage in which each value may be read: by first runs, and by any run at all."""
-
-    by_first_runs: list[int]
-    by_any_run: list[int]
-
-    @staticmethod
-    def of(model: IndexedProblem) -> LastReads:
-        """The last reads in base order, and those by ops that may run again for such a read."""
-        last = [-1] * len(model.bytes)
-        for op, reads in enumerate(model.reads):
-            for value in reads:
-                last[value] = op
-        wanted = list(last)
-        for op in reversed(range(model.n)):
-            if model.repeatable[op]:
-                until = max(
-                    (wanted[v] for v in model.writes[op] if not model.is_output[v]), default=-1
-                )
-                for value in model.reads[op]:
-                    wanted[value] = max(wanted[value], until)
-        return LastReads(last, wanted)
-
-
 @dataclass
 class Relaxation:
     """The MILP of one budget and some program points.
@@ -64,7 +39,6 @@ class Relaxation:
     """
 
     model: IndexedProblem
-    last_reads: LastReads
     budget: int
     set_aside: Mapping[int, int]
     milp: Milp = field(default_factory=Milp)
@@ -103,12 +77,12 @@ class Relaxation:
                 continue
             if value in own or self._stays(value, stage):
                 found[value] = None
-            elif self.last_reads.by_any_run[value] > stage:
+            elif self.model.last_needs[value] > stage:
                 found[value] = self.milp.binary()
         return found
 
     def _stays(self, value: int, stage: int) -> bool:
-        return not self.model.evictable(value) and self.last_reads.by_first_runs[value] > stage
+        return not self.model.evictable(value) and self.model.last_reads[value] > stage
 
     def _other_sources(self, j: int, value: int) -> list[Term]:
         """Other columns that bring the value in the window after point j; none here."""
@@ -125,7 +99,7 @@ class Relaxation:
             for op in range(stage + 1)
             if model.repeatable[op]
             and any(
-                not model.is_output[v] and self.last_reads.by_any_run[v] > stage
+                not model.is_output[v] and self.model.last_needs[v] > stage
                 for v in model.writes[op]
             )
         }
@@ -167,7 +141,7 @@ class Relaxation:
         self.overwritten.append({})
         for read, write in model.inplace[stage]:
             size = min(model.bytes[read], model.bytes[write])
-            if self.last_reads.by_first_runs[read] <= stage:
+            if self.model.last_reads[read] <= stage:
                 shared[write] = max(size, shared.get(write, 0))
             elif model.evictable(read):
                 overwritten = self.overwritten[j].setdefault(read, self.milp.binary())
@@ -263,7 +237,7 @@ class Relaxation:
             for part in parts:
                 self.milp.row([(rerun_from[op], 1.0), (part, -1.0)], low=0.0)
         for value, op in enumerate(model.writer):
-            if op <= stage < self.last_reads.by_first_runs[value] and not model.is_output[value]:
+            if op <= stage < self.model.last_reads[value] and not model.is_output[value]:
                 self._at_least(j, value, (1.0, []), rerun_from)
         for op, column in rerun_from.items():
             for value in model.reads[op]:
