@@ -31,7 +31,7 @@ NO_LIMIT = Deadline(None)
 
 def relaxation(problem: Problem, budget: int, *stages: int) -> Relaxation:
     model = build_model(problem)
-    return Relaxation(model, budget, dict.fromkeys(stages, 0))
+    return Relaxation(model, budget, sorted({*stages}))
 
 
 # --- the bound -----------------------------------------------------------------------------------

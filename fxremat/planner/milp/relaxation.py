@@ -32,15 +32,11 @@ Affine = tuple[float, list[Term]]
 
 @dataclass
 class Relaxation:
-    """The MILP of one budget and some program points.
-
-    ``reserve`` gives the program points, as stages, and how many bytes each leaves free for what
-    the model does not see; bounds are proven where these are zero.
-    """
+    """The MILP of one budget and some program points, which are stages in order."""
 
     model: IndexedProblem
     budget: int
-    set_aside: Mapping[int, int]
+    points: Sequence[int]
     milp: Milp = field(default_factory=Milp)
     held: list[dict[int, int | None]] = field(default_factory=list)
     """Column of each value that may be live at the point; None where it must be."""
@@ -50,7 +46,6 @@ class Relaxation:
     fits: bool = True
 
     def __post_init__(self) -> None:
-        self.points = sorted(self.set_aside)
         for stage in self.points:
             self.held.append(self._held_at(stage))
         for j in range(len(self.points)):
@@ -107,7 +102,7 @@ class Relaxation:
     # -- rows ------------------------------------------------------------------------------
 
     def _bytes_fit(self, j: int) -> None:
-        """sum(bytes[v] held[v, j]) + what is there in any case <= budget - reserve[j]"""
+        """sum(bytes[v] held[v, j]) + what is there in any case <= budget"""
         model, stage = self.model, self.points[j]
         overwritten, terms = self._write_over(j)
         fixed = self._fixed_bytes(stage) + model.workspace[stage] - overwritten
@@ -117,7 +112,7 @@ class Relaxation:
                 fixed += model.bytes[value]
             else:
                 terms.append((column, model.bytes[value] * per_byte))
-        room = (self.budget - self.set_aside[stage] - fixed) * per_byte
+        room = (self.budget - fixed) * per_byte
         self.fits = self.fits and room >= sum(factor for _, factor in terms if factor < 0)
         self.milp.row(terms, high=room)
 
@@ -281,8 +276,7 @@ class Relaxation:
         if not self.fits:
             return Solution(Status.INFEASIBLE, None, float("inf"), float("inf"))
         enough = near_us * SCALE / max(self.model.problem.base_time_us, 1e-9)
-        # What sets bytes aside proves nothing, so the root of the search tree is enough.
-        few = 1 if any(self.set_aside.values()) else constants.NODES // 8
+        few = constants.NODES // 8
         if len(self.milp.cost) <= constants.MANY_COLUMNS // 2:
             nodes = constants.NODES if len(self.points) == 1 else few
             return self._solved(deadline, nodes, enough)

@@ -46,7 +46,7 @@ def relax(problem: Problem, budget_bytes: int, deadline: Deadline) -> Relaxed:
     if not model.n:
         return Relaxed(0.0, frozenset())
     peak = int(StageSchedule(model).peak.argmax())
-    relaxation = MovingRelaxation(model, budget_bytes, {peak: 0})
+    relaxation = MovingRelaxation(model, budget_bytes, [peak])
     solution = relaxation.solve(deadline)
     bound = max(relaxation.time_bound_us(solution), problem.base_time_us)
     fetched = {
@@ -79,7 +79,7 @@ class MovingRelaxation(Relaxation):
         ]
         self.lives_there = [name in host for name in names]
         self.added = self.milp.real(cost=1.0, high=float("inf"))
-        for stage in sorted(self.set_aside):
+        for stage in self.points:
             self.fetch.append(
                 {
                     value: self.milp.binary()
