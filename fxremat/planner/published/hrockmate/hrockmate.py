@@ -22,6 +22,7 @@ from fxremat.planner import constants
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.indexed_problem import IndexedProblem, build_model
 from fxremat.planner.local.editable_schedule import EditableSchedule, descend
+from fxremat.planner.local.greedy import extra_runs
 from fxremat.planner.local.pareto_front import ParetoFront, steps_of
 from fxremat.planner.local.ruin_and_repair import polish
 from fxremat.planner.local.stage_schedule import StageSchedule
@@ -31,7 +32,7 @@ from fxremat.planner.peak_bound import peak_bound
 from fxremat.planner.plans import make_plan
 from fxremat.planner.published.hrockmate.decomposition import Decomposition, decompose, turn_of
 from fxremat.planner.published.hrockmate.level import Level
-from fxremat.planner.published.known_schedule import extra_runs_of, start_plan, without_unread
+from fxremat.planner.published.known_schedule import start_plan, without_unread
 from fxremat.planner.published.parts import (
     Part,
     PartPlans,
@@ -54,7 +55,7 @@ def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) ->
     if budget_bytes is not None and best.peak_bytes > budget_bytes:
         known = start_plan(problem, budget_bytes, options)
         front = ParetoFront(model)
-        front.offer(StageSchedule(model, without_unread(model, extra_runs_of(model, known.ops))))
+        front.offer(StageSchedule(model, without_unread(model, extra_runs(model, known.ops))))
         if options.progress is not None:
             time_us = known.time_us if known.peak_bytes <= budget_bytes else None
             options.progress(Progress(NAME, deadline.seconds(), time_us, None))
@@ -101,7 +102,7 @@ class Hierarchy:
             if not steps:
                 room += int((1 - constants.LESS) * budget)
                 continue
-            state = StageSchedule(model, without_unread(model, extra_runs_of(model, steps)))
+            state = StageSchedule(model, without_unread(model, extra_runs(model, steps)))
             front.offer(state)
             over = state.max_peak() - budget
             if over > 0:
