@@ -2,13 +2,11 @@
 
     python -m benchmarks.planner --out benchmarks/results/planner.json
     python -m benchmarks.planner --traced none --only K_GPT16 --budgets 60 --time-limit 20
-    python -m benchmarks.planner --ablation
 
 The problems are the JSON files of a directory and models of `benchmarks.models`, traced anew.
 Budgets are in percent of the peak of store-all. FAILED, and the exit status 1, say that a plan
 fails the check, that another plan refutes a bound, or that a solver ended in an error that it
-does not document. `--ablation` compares where the hierarchy of `hrockmate` may cut a graph into
-clusters: what the clusters alone find, without another solver's plan to begin with.
+does not document.
 """
 
 from __future__ import annotations
@@ -17,7 +15,6 @@ import argparse
 import importlib.metadata
 import json
 import math
-import random
 import sys
 import time
 import traceback
@@ -32,16 +29,9 @@ from fxremat.core.check import check
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
 from fxremat.core.timeline import replay
-from fxremat.planner import SOLVERS, SolverOptions, constants, solve
-from fxremat.planner.deadline import Deadline
-from fxremat.planner.indexed_problem import IndexedProblem, build_model
-from fxremat.planner.local.pareto_front import ParetoFront, steps_of
-from fxremat.planner.local.stage_schedule import StageSchedule
-from fxremat.planner.plans import make_plan
+from fxremat.planner import SOLVERS, SolverOptions, solve
 from fxremat.planner.published.chains.chain import NotAChain
 from fxremat.planner.published.checkmate.checkmate import TooManyRuns
-from fxremat.planner.published.hrockmate import decomposition, hrockmate
-from fxremat.planner.published.hrockmate.decomposition import Cutter, crossing, even_cuts
 from fxremat.planner.published.moccasin import NotInstalled
 
 from .planner_problems import DIRECTORY, NONE, TRACED, collect
@@ -49,39 +39,10 @@ from .planner_table import Case, Row, heading, line, overview, summarise, summar
 
 CHOICES = tuple(dict.fromkeys(("auto", *SOLVERS)))
 DEFAULT = [name for name in CHOICES if name != "least_peak"]
-SOLVER, CUTTER = "greedy", "narrow"
+SOLVER = "greedy"
 """What the others are compared with."""
 REFUSALS = (NotAChain, TooManyRuns, NotInstalled)
 ADVICE = ("What to do", "Use the solver", "use solver")
-
-
-def separators(model: IndexedProblem, turn: int, count: int) -> list[int]:
-    """Cuts that one value crosses, the nearest to equal parts: a chain, and no more."""
-    values_across = crossing(model, turn, [1] * len(model.bytes))
-    single = [cut for cut in range(1, turn + 1) if values_across[cut] <= 1]
-    if not single:
-        return []
-    found = {min(single, key=lambda cut: abs(cut - want)) for want in even_cuts(model, turn, count)}
-    return sorted(found)
-
-
-def random_cuts(seed: int) -> Cutter:
-    """Any cuts, for comparison."""
-
-    def cutter(_: IndexedProblem, turn: int, count: int) -> list[int]:
-        rng = random.Random(seed)
-        return sorted(rng.sample(range(1, turn + 1), min(count - 1, turn)))
-
-    return cutter
-
-
-CUTTERS: dict[str, tuple[Cutter, ...]] = {
-    CUTTER: (decomposition.narrow_cuts,),
-    "separators": (separators,),
-    "even": (even_cuts,),
-    "random": tuple(map(random_cuts, range(3))),
-}
-"""Of several the one in the middle is shown, by added time."""
 SAME = 1e-6
 """By this part of a time a bound may be above it: solvers compute in floating point."""
 
@@ -189,39 +150,6 @@ def solver_row(case: Case, problem: Problem, name: str, options: SolverOptions) 
     return attempt(case, problem, name, lambda its: solve(its, case.budget_bytes, name, options))
 
 
-def cutters(limit_s: float) -> list[Contestant]:
-    """The hierarchy of clusters under each way to cut."""
-    return [partial(cutter_row, title=title, limit_s=limit_s) for title in CUTTERS]
-
-
-def cutter_row(case: Case, problem: Problem, title: str, limit_s: float) -> Row:
-    """One way to cut, on one case; where it is random the middle one of its rows."""
-    rows = [_hierarchy_row(case, problem, title, cutter, limit_s) for cutter in CUTTERS[title]]
-    failed = [row for row in rows if row.status == "FAILED"]
-    return failed[0] if failed else sorted(rows, key=_rank)[len(rows) // 2]
-
-
-def _rank(row: Row) -> tuple[float, int]:
-    added = math.inf if row.added_percent is None else row.added_percent
-    return added, row.peak_bytes or 0
-
-
-def _hierarchy_row(case: Case, problem: Problem, title: str, cutter: Cutter, limit_s: float) -> Row:
-    hierarchy = hrockmate.Hierarchy(Deadline(limit_s), cutter)
-    row = attempt(case, problem, title, partial(_by_clusters, hierarchy, case.budget_bytes))
-    return replace(row, clusters=len(hierarchy.solved))
-
-
-def _by_clusters(hierarchy: hrockmate.Hierarchy, budget: int, problem: Problem) -> Plan:
-    """What the hierarchy finds that knows store-all and nothing else."""
-    model = build_model(problem)
-    front = ParetoFront(model)
-    front.offer(StageSchedule(model))
-    hierarchy.fill(front, budget, constants.NODES)
-    entry = front.best(budget) or front.least()
-    return make_plan(problem, model.names(steps_of(model.n, entry.runs())), hrockmate.NAME)
-
-
 # -- all of them -----------------------------------------------------------------------------
 
 
@@ -250,9 +178,9 @@ def describe() -> dict[str, Any]:
     return {**describe_machine("cpu", torch.get_num_threads()), **versions}
 
 
-def write(path: Path, head: dict[str, Any], rows: Sequence[Row], reference: str) -> None:
+def write(path: Path, head: dict[str, Any], rows: Sequence[Row]) -> None:
     """Everything so far, as JSON."""
-    summary = [asdict(its) for its in summarise(rows, reference)]
+    summary = [asdict(its) for its in summarise(rows, SOLVER)]
     result = {**head, "summary": summary, "rows": [row.to_json() for row in rows]}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")
@@ -261,14 +189,14 @@ def write(path: Path, head: dict[str, Any], rows: Sequence[Row], reference: str)
 def run(options: argparse.Namespace) -> list[Row]:
     """All problems under all budgets."""
     limit = options.time_limit
-    contestants = cutters(limit) if options.ablation else solvers(options.solvers, limit)
+    contestants = solvers(options.solvers, limit)
     head = {"machine": describe(), "time_limit_s": limit} if options.out else {}
     rows: list[Row] = []
     for name, problem in collect(options.problems, options.traced, options.size, options.only):
         for percent in options.budgets:
             rows += run_case(make_case(name, problem, percent), problem, contestants)
             if options.out:
-                write(options.out, head, rows, options.reference)
+                write(options.out, head, rows)
     return rows
 
 
@@ -289,7 +217,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--budgets", type=split, default=["80", "60", "40"], help="percent; 80,60,40")
     add("--solvers", type=split, default=DEFAULT, help=f"of {', '.join(CHOICES)}")
     add("--time-limit", type=float, default=60.0, metavar="S", help="for one plan; 60")
-    add("--ablation", action="store_true", help=f"compare cuts: {', '.join(CUTTERS)}")
     add("--out", type=Path, help="JSON file")
     options = parser.parse_args(arguments)
     if unknown := sorted(set(options.solvers) - set(CHOICES)):
@@ -297,7 +224,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if not all(part.isdecimal() for part in options.budgets):
         parser.error(f"--budgets {','.join(options.budgets)}: write percents, as in 80,60")
     options.budgets = [int(part) for part in options.budgets]
-    options.reference = CUTTER if options.ablation else SOLVER
     return options
 
 
@@ -309,7 +235,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("nothing to plan")
         return 0
     print(overview(rows))
-    print(summary_table(summarise(rows, options.reference), options.reference))
+    print(summary_table(summarise(rows, SOLVER), SOLVER))
     failed = sum(row.status == "FAILED" for row in rows)
     if failed:
         print(f"\nFAILED: {failed} of {len(rows)} rows")

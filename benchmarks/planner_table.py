@@ -56,7 +56,6 @@ class Row:
     added_percent: float | None = None
     bound_percent: float | None = None
     gap_percent: float | None = None
-    clusters: int | None = None
     reason: str = ""
 
     @property
@@ -105,8 +104,6 @@ def _status(row: Row) -> str:
         parts.append("least peak found")
     if row.status == "infeasible" and row.peak_bound_bytes is not None:
         parts.append(f"proven: at least {_cell(row.peak_bound_percent, 2)} %")
-    if row.clusters is not None:
-        parts.append(f"{row.clusters} distinct clusters")
     return ", ".join(filter(None, parts))
 
 

@@ -17,6 +17,7 @@ from fxremat.planner import Solver
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.indexed_problem import build_model
 from fxremat.planner.local import greedy
+from fxremat.planner.local.greedy import extra_runs
 from fxremat.planner.local.pareto_front import steps_of
 from fxremat.planner.milp.highs import Milp, Status
 from fxremat.planner.options import Progress, SolverOptions
@@ -25,7 +26,6 @@ from fxremat.planner.published.checkmate.checkmate import TooManyRuns, solve, so
 from fxremat.planner.published.checkmate.programme import build_programme, start_values
 from fxremat.planner.published.known_schedule import (
     all_runs,
-    extra_runs_of,
     without_unread,
 )
 from tests import brute
@@ -107,7 +107,7 @@ def satisfied(milp: Milp, values: list[float]) -> bool:
 def test_bytes_are_those_of_replay(problem: Problem, data: st.DataObject) -> None:
     """A schedule fits the rows of a budget if and only if it fits the budget."""
     model = build_model(problem)
-    runs = without_unread(model, extra_runs_of(model, data.draw(schedules(problem))))
+    runs = without_unread(model, extra_runs(model, data.draw(schedules(problem))))
     peak = replay(problem, model.names(steps_of(model.n, runs))).peak_bytes
     everywhere = range(model.n)
     some = data.draw(st.frozensets(st.sampled_from(everywhere)))

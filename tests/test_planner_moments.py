@@ -18,7 +18,7 @@ from fxremat.planner.indexed_problem import build_model
 from fxremat.planner.local.stage_schedule import StageSchedule
 from fxremat.planner.milp import moments
 from fxremat.planner.milp.highs import Milp, Status
-from fxremat.planner.milp.relaxation import LastReads, Relaxation, extra_runs_for
+from fxremat.planner.milp.relaxation import Relaxation, extra_runs_for
 from fxremat.planner.options import Progress, SolverOptions
 from tests.brute import least_time
 from tests.chains import growing_chain
@@ -31,7 +31,7 @@ NO_LIMIT = Deadline(None)
 
 def relaxation(problem: Problem, budget: int, *stages: int) -> Relaxation:
     model = build_model(problem)
-    return Relaxation(model, LastReads.of(model), budget, dict.fromkeys(stages, 0))
+    return Relaxation(model, budget, sorted({*stages}))
 
 
 # --- the bound -----------------------------------------------------------------------------------

@@ -13,9 +13,15 @@ from fxremat.core.timeline import replay
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.options import SolverOptions
 from fxremat.planner.published.chains import block_options, rockmate, rotor
-from fxremat.planner.published.chains.block_options import BlockOptions, held_options, pareto, shape
+from fxremat.planner.published.chains.block_options import (
+    BlockOptions,
+    held_options,
+    pareto,
+    part_of,
+)
 from fxremat.planner.published.chains.chain import Block, Chain, NotAChain, find_chain
 from fxremat.planner.published.chains.chain_costs import BlockOption, option_cost, store_all
+from fxremat.planner.published.parts import PartPlans
 from tests import brute, chains, strategies
 from tests.examples import examples
 
@@ -85,12 +91,12 @@ def test_equal_blocks_are_solved_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return search(chain, block, deadline)
 
     monkeypatch.setattr(block_options, "held_options", count)
-    options = BlockOptions(Deadline(None))
+    options = BlockOptions(PartPlans(Deadline(None)))
     for block in chain.blocks:
         options.of(chain, block)
-    assert len(solved) == len({shape(chain, block) for block in chain.blocks})
+    assert len(solved) == len({part_of(chain, block).shape for block in chain.blocks})
     assert len(solved) <= len(chain.blocks) // 2
-    again = BlockOptions(Deadline(None)).of(chain, chain.blocks[-4])
+    again = BlockOptions(PartPlans(Deadline(None))).of(chain, chain.blocks[-4])
     assert options.of(chain, chain.blocks[-4]) == again
 
 

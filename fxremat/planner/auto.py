@@ -1,7 +1,6 @@
-"""The default solver: `moments` first, then others where that leaves a gap.
+"""The default solver: `moments`, then `checkmate` where that leaves a gap and the problem is small.
 
-These are `checkmate` on small problems, and `hrockmate`. Each starts from the best plan so far.
-What one proves holds for the others' plans.
+It starts from the plan there is. What one proves holds for the other's plan.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from fxremat.planner import constants
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.indexed_problem import build_model
 from fxremat.planner.milp import moments
-from fxremat.planner.milp.relaxation import LastReads
 from fxremat.planner.options import SolverOptions
 from fxremat.planner.plans import limit_s
 from fxremat.planner.solvers import named
@@ -33,18 +31,16 @@ def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) ->
 def _best_of_solvers(
     problem: Problem, budget_bytes: int | None, options: SolverOptions, deadline: Deadline
 ) -> Plan:
-    """The best of the solvers that it takes."""
+    """The better plan of both solvers."""
     enough = max(options.gap, MEASURABLE)
     gap = max(options.gap, MEASURABLE / 2)
     first = replace(options, gap=gap, time_limit_s=deadline.left() / 2)
     best = moments.solve(problem, budget_bytes, first)
     if budget_bytes is None:
         return best
-    for name in ("checkmate", "hrockmate") if _is_small(problem) else ("hrockmate",):
-        if _is_solved(best, problem, enough) or not deadline.running():
-            break
+    if _is_small(problem) and not _is_solved(best, problem, enough) and deadline.running():
         rest = replace(options, start=best.ops, time_limit_s=deadline.left())
-        best = _better(best, named(name)(problem, budget_bytes, rest))
+        best = _better(best, named("checkmate")(problem, budget_bytes, rest))
     return best
 
 
@@ -73,9 +69,8 @@ def _lower_peak(problem: Problem, best: Plan, options: SolverOptions, deadline: 
 def _is_small(problem: Problem) -> bool:
     """Whether few ops may run again in few stages, so that programmes decide what is feasible."""
     model = build_model(problem)
-    last = LastReads.of(model).by_any_run
     repeats = (
-        max((op, *(last[value] for value in model.writes[op]))) - op
+        max((op, *(model.last_needs[value] for value in model.writes[op]))) - op
         for op in range(model.n)
         if model.repeatable[op]
     )

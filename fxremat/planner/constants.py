@@ -40,8 +40,8 @@ MOST_RUNS = 20_000
 """Repeats, of an op in a stage, that Checkmate's full programme may choose from; the time to solve
 it grows faster than their number."""
 POINTS = 12
-"""Program points of one relaxation at most, a quarter of which is added in one round, and rounds
-that set bytes aside; clusters of one level of H-Rockmate at most. `benchmarks.planner`, auto: with
+"""Program points of one relaxation at most, a quarter of which is added in one round; clusters
+of one level of H-Rockmate at most. `benchmarks.planner`, auto: with
 half as many, plans of CM_UNET and ResNet stay, that of K_ENCDEC4 at 40 % takes 0.08 points less."""
 
 # -- local search ------------------------------------------------------------------

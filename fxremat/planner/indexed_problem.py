@@ -37,6 +37,33 @@ class IndexedProblem:
     inputs: tuple[int, ...]
 
     @cached_property
+    def value_names(self) -> list[str]:
+        """The name of each value."""
+        resident = set(self.problem.resident)
+        return [value.name for value in self.problem.values if value.name not in resident]
+
+    @cached_property
+    def last_reads(self) -> list[int]:
+        """The last op that reads each value in base order; -1 where none does."""
+        last = [-1] * len(self.bytes)
+        for op, reads in enumerate(self.reads):
+            for value in reads:
+                last[value] = op
+        return last
+
+    @cached_property
+    def last_needs(self) -> list[int]:
+        """The last op that may read each value, some of them because they run again."""
+        last = list(self.last_reads)
+        for op in reversed(range(self.n)):
+            if self.repeatable[op]:
+                kept = (last[value] for value in self.writes[op] if not self.is_output[value])
+                until = max(kept, default=-1)
+                for value in self.reads[op]:
+                    last[value] = max(last[value], until)
+        return last
+
+    @cached_property
     def time_per_byte(self) -> list[float]:
         """An op's time per byte written."""
         written = (sum(self.bytes[value] for value in values) for values in self.writes)

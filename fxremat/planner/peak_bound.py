@@ -18,18 +18,10 @@ from fxremat.planner.indexed_problem import INPUT, IndexedProblem
 
 def peak_bound(model: IndexedProblem) -> int:
     """The largest number of bytes that must be live together at some first run."""
-    last = _last_reads(model)
+    last = [max(read, op, 0) for read, op in zip(model.last_reads, model.writer, strict=True)]
     pinned = _pinned_bytes(model, last)
     floor = model.problem.resident_bytes
     return max((floor + pinned[i] + _own(model, i, last) for i in range(model.n)), default=floor)
-
-
-def _last_reads(model: IndexedProblem) -> list[int]:
-    last = [0 if writer == INPUT else writer for writer in model.writer]
-    for op, reads in enumerate(model.reads):
-        for value in reads:
-            last[value] = op
-    return last
 
 
 def _span(model: IndexedProblem, value: int, last: int) -> tuple[int, int] | None:

@@ -98,7 +98,11 @@ def quick_front(problem: Problem, budget_bytes: int | None, options: SolverOptio
 
 
 def extra_runs(model: IndexedProblem, steps: Sequence[str]) -> list[ExtraRun]:
-    """What runs again, and in which stages, by the names of steps. Unknown names are left out."""
+    """What runs again, and in which stages, by the names of steps; by stage and then by op.
+
+    An op that runs again several times in a stage counts once, so that it is a schedule in stage
+    form with the same runs, not always with the same peak. Unknown names are left out.
+    """
     place = {op.name: k for k, op in enumerate(model.problem.ops)}
     again = set[ExtraRun]()
     waiting: list[int] = []

@@ -1,12 +1,10 @@
-"""The least feasible peak: exact where the problem is small, else the best that was found.
+"""The optimal schedules of a small problem, down to the one of least peak.
 
 ``optima`` is a shortest path in time. Its nodes are pairs of (ops run so far, copies held), and its
 edges are the runs whose bytes fit under a cap. The cap goes down from one optimum to the next until
 nothing fits. Then the last optimum has the least peak of all schedules whose first runs come in
 base order, with any repeats anywhere. A copy is freed at the last step that reads it, or at the one
 that writes it if none does; so no other choices need to be tried.
-
-``search_lower`` is for larger problems: it ruins the lowest known schedule and evicts again.
 """
 
 from __future__ import annotations
@@ -19,8 +17,6 @@ from itertools import combinations
 
 from fxremat.planner import constants
 from fxremat.planner.indexed_problem import INPUT, IndexedProblem
-from fxremat.planner.local.editable_schedule import evict_all
-from fxremat.planner.local.ruin_and_repair import Improver
 from fxremat.planner.local.stage_schedule import ExtraRun
 
 Node = tuple[int, frozenset[int]]
@@ -67,7 +63,7 @@ def _shortest(
 ) -> tuple[tuple[int, list[ExtraRun]] | None, int]:
     """Peak and extra runs of a fastest schedule within the cap, and the nodes used."""
     start: Node = (0, frozenset(v for v in model.inputs if not model.is_output[v]))
-    last = _last_first_reads(model)
+    last = model.last_reads
     best: dict[Node, float] = {start: 0.0}
     predecessor: dict[Node, tuple[Node, PathStep]] = {}
     queue: list[tuple[float, int, Node]] = [(0.0, 0, start)]
@@ -101,15 +97,6 @@ def _follow(
             out.append((step.op, before[0]))
         node = before
     return peak, out[::-1]
-
-
-def _last_first_reads(model: IndexedProblem) -> list[int]:
-    """The last op that reads each value in base order; -1 where none does."""
-    last = [-1] * len(model.bytes)
-    for op, reads in enumerate(model.reads):
-        for value in reads:
-            last[value] = op
-    return last
 
 
 def _steps(model: IndexedProblem, node: Node, last: list[int]) -> Iterator[PathStep]:
@@ -167,21 +154,3 @@ def _taken_over(model: IndexedProblem, op: int, first: bool, freed: tuple[int, .
         for read, write in model.inplace[op]
         if read in freed and (first or not model.is_output[write])
     )
-
-
-def search_lower(improver: Improver, work: int) -> None:
-    """Ruin and evict again from the improver's state; lower peaks are offered to its front."""
-    search = improver.search
-    state = search.state
-    for _ in range(5 * constants.TRIES):
-        if state.work >= work:
-            break
-        search.commit()
-        before = (state.max_peak(), state.time)
-        improver.ruin()
-        evict_all(search, work)
-        search.keep_what_fits(state.max_peak())
-        if (state.max_peak(), state.time) <= before:
-            improver.front.offer(state)
-        else:
-            search.roll_back(0)

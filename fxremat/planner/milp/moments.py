@@ -4,8 +4,7 @@ The relaxation (`fxremat.planner.milp.relaxation`) says what to hold at a few pr
 is missing later is computed again when it is read. If that schedule exceeds the budget, its worst
 stages become program points too, as violated rows are added to a programme. The bound rises, and a
 schedule that fits is optimal. The relaxation does not see the bytes of the runs between program
-points. If these are too many, program points set some bytes aside for them; that gives plans, and
-proves nothing.
+points; what exceeds the budget for that is left to evictions.
 
 Source: ours. The relaxation is one of Checkmate's MILP, and the refinement is that of lazy rows.
 """
@@ -30,7 +29,7 @@ from fxremat.planner.local.pareto_front import ParetoFront, steps_of
 from fxremat.planner.local.ruin_and_repair import polish
 from fxremat.planner.local.stage_schedule import ExtraRun, StageSchedule
 from fxremat.planner.milp.highs import BOUND_MARGIN
-from fxremat.planner.milp.relaxation import LastReads, Relaxation, extra_runs_for
+from fxremat.planner.milp.relaxation import Relaxation, extra_runs_for
 from fxremat.planner.options import Progress, SolverOptions
 from fxremat.planner.peak_bound import peak_bound
 from fxremat.planner.plans import make_plan
@@ -131,18 +130,15 @@ def _progress(refinement: Refinement, deadline: Deadline) -> Progress:
 
 @dataclass
 class Refinement:
-    """The program points so far, the bytes that each sets aside, and the bound that is proven."""
+    """The program points so far, and the bound that is proven."""
 
     front: ParetoFront
     budget: int
     deadline: Deadline
-    last_reads: LastReads
-    set_aside: dict[int, int]
+    points: set[int]
     near_us: float = 0.0
     """A plan so near to the bound is good enough."""
     bound_us: float = 0.0
-    unchanged_rounds: int = 0
-    """Rounds since the schedule last changed."""
 
     @staticmethod
     def at_the_peak(
@@ -150,7 +146,7 @@ class Refinement:
     ) -> Refinement:
         """The one point to begin with: the highest stage of store-all."""
         peak = int(StageSchedule(front.model).peak.argmax())
-        return Refinement(front, budget, deadline, LastReads.of(front.model), {peak: 0}, near_us)
+        return Refinement(front, budget, deadline, {peak}, near_us)
 
     def proven(self) -> bool:
         """Whether the best plan so far is as good as the bound, or near enough to it."""
@@ -158,18 +154,7 @@ class Refinement:
         return best is not None and best.time <= self.bound_us * (1 + BOUND_MARGIN) + self.near_us
 
     def rounds(self) -> Iterator[StageSchedule]:
-        """A schedule for each set of program points; the caller may change it.
-
-        First program points are added that set nothing aside: each proves more. Then bytes are set
-        aside for the runs between program points, which proves nothing.
-        """
-        first, whole = dict(self.set_aside), self.deadline
-        self.deadline = Deadline(whole.left() / 2)
-        yield from self._add_points()
-        self.set_aside, self.deadline = first, whole
-        yield from self._set_bytes_aside()
-
-    def _add_points(self) -> Iterator[StageSchedule]:
+        """A schedule for each set of program points; the caller may change it."""
         for _ in range(constants.POINTS // 2):
             if not self.deadline.running() or self.proven():
                 return
@@ -178,60 +163,23 @@ class Refinement:
                 return
             state = StageSchedule(self.front.model, runs)
             new = [*dict.fromkeys(filter(None, map(self._new_point, self._worst(state))))]
-            self.set_aside.update(dict.fromkeys(new[: constants.POINTS - len(self.set_aside)], 0))
+            self.points.update(new[: constants.POINTS - len(self.points)])
             yield state
-            if not new or len(self.set_aside) == constants.POINTS:
+            if not new or len(self.points) == constants.POINTS:
                 return
 
     def _new_point(self, stage: int) -> int | None:
         """The stage as a new point; if it is one already, the stage before it."""
-        return next((s for s in (stage, stage - 1) if s > 0 and s not in self.set_aside), None)
-
-    def _set_bytes_aside(self) -> Iterator[StageSchedule]:
-        last: tuple[float, int] | None = None
-        for _ in range(constants.POINTS):
-            if not self.deadline.running() or self.proven():
-                return
-            runs = self._cheapest_runs()
-            if runs is None:
-                if not any(self.set_aside.values()):
-                    return
-                self.set_aside = {stage: left // 2 for stage, left in self.set_aside.items()}
-                continue
-            state = StageSchedule(self.front.model, runs)
-            shape = (state.time, state.max_peak())
-            self.unchanged_rounds = self.unchanged_rounds + 1 if shape == last else 0
-            last = shape
-            if state.max_peak() <= self.budget:
-                yield state
-                return
-            refined = self._refine(state)
-            yield state
-            if not refined:
-                return
+        return next((s for s in (stage, stage - 1) if s > 0 and s not in self.points), None)
 
     def _cheapest_runs(self) -> list[ExtraRun] | None:
         """Extra runs of the cheapest choice; None where there is none."""
-        relaxation = Relaxation(self.front.model, self.last_reads, self.budget, self.set_aside)
+        relaxation = Relaxation(self.front.model, self.budget, sorted(self.points))
         solution = relaxation.solve(self.deadline, self.near_us / 2)
-        if not any(self.set_aside.values()):
-            self.bound_us = max(self.bound_us, relaxation.time_bound_us(solution))
+        self.bound_us = max(self.bound_us, relaxation.time_bound_us(solution))
         if solution.values is None:
             return None
         return extra_runs_for(self.front.model, dict(relaxation.held_in(solution)))
-
-    def _refine(self, state: StageSchedule) -> bool:
-        """Make the worst stages program points, or set more aside there. True if any changed."""
-        before = dict(self.set_aside)
-        for stage in self._worst(state):
-            excess = int(state.peak[stage]) - self.budget
-            if stage in self.set_aside:
-                self.set_aside[stage] += excess * (1 + self.unchanged_rounds)
-            elif len(self.set_aside) < constants.POINTS:
-                self.set_aside[stage] = max(
-                    0, int(state.peak[stage]) - _bytes_at_first_run(state, stage)
-                )
-        return self.set_aside != before
 
     def _worst(self, state: StageSchedule) -> list[int]:
         """A few stages over the budget, worst first, and not next to each other."""
@@ -246,8 +194,3 @@ class Refinement:
             ):
                 found.append(stage)
         return found
-
-
-def _bytes_at_first_run(state: StageSchedule, stage: int) -> int:
-    """Bytes at the first run of the stage: what the relaxation sees of it."""
-    return int(state.bytes_at_start[stage]) + state.model.own_bytes[stage]

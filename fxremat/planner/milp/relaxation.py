@@ -30,43 +30,13 @@ Affine = tuple[float, list[Term]]
 """A constant, and the terms that are added to it."""
 
 
-@dataclass(frozen=True)
-class LastReads:
-    """The last stage in which each value may be read: by first runs, and by any run at all."""
-
-    by_first_runs: list[int]
-    by_any_run: list[int]
-
-    @staticmethod
-    def of(model: IndexedProblem) -> LastReads:
-        """The last reads in base order, and those by ops that may run again for such a read."""
-        last = [-1] * len(model.bytes)
-        for op, reads in enumerate(model.reads):
-            for value in reads:
-                last[value] = op
-        wanted = list(last)
-        for op in reversed(range(model.n)):
-            if model.repeatable[op]:
-                until = max(
-                    (wanted[v] for v in model.writes[op] if not model.is_output[v]), default=-1
-                )
-                for value in model.reads[op]:
-                    wanted[value] = max(wanted[value], until)
-        return LastReads(last, wanted)
-
-
 @dataclass
 class Relaxation:
-    """The MILP of one budget and some program points.
-
-    ``reserve`` gives the program points, as stages, and how many bytes each leaves free for what
-    the model does not see; bounds are proven where these are zero.
-    """
+    """The MILP of one budget and some program points, which are stages in order."""
 
     model: IndexedProblem
-    last_reads: LastReads
     budget: int
-    set_aside: Mapping[int, int]
+    points: Sequence[int]
     milp: Milp = field(default_factory=Milp)
     held: list[dict[int, int | None]] = field(default_factory=list)
     """Column of each value that may be live at the point; None where it must be."""
@@ -76,7 +46,6 @@ class Relaxation:
     fits: bool = True
 
     def __post_init__(self) -> None:
-        self.points = sorted(self.set_aside)
         for stage in self.points:
             self.held.append(self._held_at(stage))
         for j in range(len(self.points)):
@@ -103,12 +72,12 @@ class Relaxation:
                 continue
             if value in own or self._stays(value, stage):
                 found[value] = None
-            elif self.last_reads.by_any_run[value] > stage:
+            elif self.model.last_needs[value] > stage:
                 found[value] = self.milp.binary()
         return found
 
     def _stays(self, value: int, stage: int) -> bool:
-        return not self.model.evictable(value) and self.last_reads.by_first_runs[value] > stage
+        return not self.model.evictable(value) and self.model.last_reads[value] > stage
 
     def _other_sources(self, j: int, value: int) -> list[Term]:
         """Other columns that bring the value in the window after point j; none here."""
@@ -125,7 +94,7 @@ class Relaxation:
             for op in range(stage + 1)
             if model.repeatable[op]
             and any(
-                not model.is_output[v] and self.last_reads.by_any_run[v] > stage
+                not model.is_output[v] and self.model.last_needs[v] > stage
                 for v in model.writes[op]
             )
         }
@@ -133,7 +102,7 @@ class Relaxation:
     # -- rows ------------------------------------------------------------------------------
 
     def _bytes_fit(self, j: int) -> None:
-        """sum(bytes[v] held[v, j]) + what is there in any case <= budget - reserve[j]"""
+        """sum(bytes[v] held[v, j]) + what is there in any case <= budget"""
         model, stage = self.model, self.points[j]
         overwritten, terms = self._write_over(j)
         fixed = self._fixed_bytes(stage) + model.workspace[stage] - overwritten
@@ -143,7 +112,7 @@ class Relaxation:
                 fixed += model.bytes[value]
             else:
                 terms.append((column, model.bytes[value] * per_byte))
-        room = (self.budget - self.set_aside[stage] - fixed) * per_byte
+        room = (self.budget - fixed) * per_byte
         self.fits = self.fits and room >= sum(factor for _, factor in terms if factor < 0)
         self.milp.row(terms, high=room)
 
@@ -167,7 +136,7 @@ class Relaxation:
         self.overwritten.append({})
         for read, write in model.inplace[stage]:
             size = min(model.bytes[read], model.bytes[write])
-            if self.last_reads.by_first_runs[read] <= stage:
+            if self.model.last_reads[read] <= stage:
                 shared[write] = max(size, shared.get(write, 0))
             elif model.evictable(read):
                 overwritten = self.overwritten[j].setdefault(read, self.milp.binary())
@@ -263,7 +232,7 @@ class Relaxation:
             for part in parts:
                 self.milp.row([(rerun_from[op], 1.0), (part, -1.0)], low=0.0)
         for value, op in enumerate(model.writer):
-            if op <= stage < self.last_reads.by_first_runs[value] and not model.is_output[value]:
+            if op <= stage < self.model.last_reads[value] and not model.is_output[value]:
                 self._at_least(j, value, (1.0, []), rerun_from)
         for op, column in rerun_from.items():
             for value in model.reads[op]:
@@ -307,8 +276,7 @@ class Relaxation:
         if not self.fits:
             return Solution(Status.INFEASIBLE, None, float("inf"), float("inf"))
         enough = near_us * SCALE / max(self.model.problem.base_time_us, 1e-9)
-        # What sets bytes aside proves nothing, so the root of the search tree is enough.
-        few = 1 if any(self.set_aside.values()) else constants.NODES // 8
+        few = constants.NODES // 8
         if len(self.milp.cost) <= constants.MANY_COLUMNS // 2:
             nodes = constants.NODES if len(self.points) == 1 else few
             return self._solved(deadline, nodes, enough)

@@ -26,7 +26,7 @@ from fxremat.planner.deadline import Deadline
 from fxremat.planner.indexed_problem import INPUT, build_model
 from fxremat.planner.local.stage_schedule import StageSchedule
 from fxremat.planner.milp.highs import SCALE, Term
-from fxremat.planner.milp.relaxation import LastReads, Relaxation
+from fxremat.planner.milp.relaxation import Relaxation
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,11 @@ def relax(problem: Problem, budget_bytes: int, deadline: Deadline) -> Relaxed:
     if not model.n:
         return Relaxed(0.0, frozenset())
     peak = int(StageSchedule(model).peak.argmax())
-    relaxation = MovingRelaxation(model, LastReads.of(model), budget_bytes, {peak: 0})
+    relaxation = MovingRelaxation(model, budget_bytes, [peak])
     solution = relaxation.solve(deadline)
     bound = max(relaxation.time_bound_us(solution), problem.base_time_us)
     fetched = {
-        relaxation.names[value]
+        model.value_names[value]
         for window in relaxation.fetch
         for value, column in window.items()
         if solution.chosen(column)
@@ -68,8 +68,7 @@ class MovingRelaxation(Relaxation):
         problem = self.model.problem
         self.copies = problem.copies
         assert self.copies is not None
-        names = [v.name for v in problem.values if v.name not in set(problem.resident)]
-        self.names = names
+        names = self.model.value_names
         host = set(problem.host)
         can_return = bool(self.copies.to_host and self.copies.to_device)
         self.may_move = [
@@ -80,12 +79,12 @@ class MovingRelaxation(Relaxation):
         ]
         self.lives_there = [name in host for name in names]
         self.added = self.milp.real(cost=1.0, high=float("inf"))
-        for stage in sorted(self.set_aside):
+        for stage in self.points:
             self.fetch.append(
                 {
                     value: self.milp.binary()
                     for value, op in enumerate(self.model.writer)
-                    if op <= stage < self.last_reads.by_any_run[value] and self.may_move[value]
+                    if op <= stage < self.model.last_needs[value] and self.may_move[value]
                 }
             )
         super().__post_init__()

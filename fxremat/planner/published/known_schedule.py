@@ -6,7 +6,7 @@ solvers do worst.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 
 from fxremat.core.plan import Plan
@@ -27,21 +27,6 @@ def start_plan(problem: Problem, budget_bytes: int, options: SolverOptions) -> P
         fresh = replace(options, start=None, progress=None)
         plans.append(greedy.solve(problem, budget_bytes, fresh))
     return min(plans, key=lambda plan: (max(plan.peak_bytes, budget_bytes), plan.time_us))
-
-
-def extra_runs_of(model: IndexedProblem, steps: Sequence[str]) -> list[ExtraRun]:
-    """The extra runs of a schedule by stage, each op once and in base order.
-
-    So it is a schedule in stage form with the same runs, not always with the same peak.
-    """
-    index = {op.name: k for k, op in enumerate(model.problem.ops)}
-    done, found = 0, set()
-    for name in steps:
-        if index[name] == done:
-            done += 1
-        elif done < model.n:  # what runs after the last first run is for nothing
-            found.add((done, index[name]))
-    return [(op, stage) for stage, op in sorted(found)]
 
 
 def without_unread(model: IndexedProblem, runs: Iterable[ExtraRun]) -> list[ExtraRun]:

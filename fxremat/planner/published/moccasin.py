@@ -35,6 +35,7 @@ from fxremat.core.problem import Problem
 from fxremat.planner import constants
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.indexed_problem import IndexedProblem, build_model
+from fxremat.planner.local.greedy import extra_runs
 from fxremat.planner.local.pareto_front import steps_of
 from fxremat.planner.local.stage_schedule import ExtraRun, StageSchedule
 from fxremat.planner.options import ProblemRefused, Progress, SolverOptions
@@ -43,7 +44,6 @@ from fxremat.planner.plans import make_plan
 from fxremat.planner.published import moccasin_intervals
 from fxremat.planner.published.known_schedule import (
     all_runs,
-    extra_runs_of,
     start_plan,
     without_unread,
 )
@@ -165,7 +165,7 @@ class _MoccasinCall:
         """The stages in which each op runs in the best plan, if no op runs too often there."""
         if not self._fits():
             return None
-        runs = StageSchedule(self.model, extra_runs_of(self.model, self.best.ops)).runs
+        runs = StageSchedule(self.model, extra_runs(self.model, self.best.ops)).runs
         return None if any(len(stages) > constants.MOCCASIN_RUNS for stages in runs) else runs
 
 

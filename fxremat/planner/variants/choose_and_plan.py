@@ -12,7 +12,7 @@ import heapq
 import itertools
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from fxremat.core.constants import ROUNDS
@@ -22,8 +22,8 @@ from fxremat.core.timeline import replay
 from fxremat.core.variants import run_once, take
 from fxremat.planner import constants
 from fxremat.planner.deadline import Deadline
-from fxremat.planner.indexed_problem import build_model
-from fxremat.planner.local.stage_schedule import StageSchedule
+from fxremat.planner.indexed_problem import IndexedProblem, build_model
+from fxremat.planner.local.stage_schedule import ExtraRun, StageSchedule
 from fxremat.planner.milp.relaxation import extra_runs_for
 from fxremat.planner.options import SolverOptions
 from fxremat.planner.variants.all_variants import AllVariants, combine
@@ -320,19 +320,25 @@ class _VariantSearch:
         except InvalidProblem:
             return set()
         model = build_model(left)
-        resident = set(left.resident)
-        index = {v.name: i for i, v in enumerate(w for w in left.values if w.name not in resident)}
-        place = {op.name: stage for stage, op in enumerate(left.ops)}
-        outlives = {
-            place[combined.ops[stage].name]: {index[name] for name in its if name in index}
-            for stage, its in held.items()
-            if combined.ops[stage].name in place
-        }
-        state = StageSchedule(model, extra_runs_for(model, outlives))
+        state = StageSchedule(model, runs_that_hold(model, combined, held))
         highest = [int(stage) for stage in (-state.peak).argsort(kind="stable") if stage < model.n]
         over = (stage for stage in highest if state.peak[stage] > (self.budget or 0))
         found = _apart(itertools.chain(highest[:1], over), model.n)
         return _stages(combined, map(left.ops.__getitem__, found))
+
+
+def runs_that_hold(
+    left: IndexedProblem, combined: AllVariants, held: Mapping[int, set[str]]
+) -> list[ExtraRun]:
+    """Of what is left of a choice: the runs of the schedule that holds this over each stage."""
+    index = {name: value for value, name in enumerate(left.value_names)}
+    place = {op.name: stage for stage, op in enumerate(left.problem.ops)}
+    outlives = {
+        place[combined.ops[stage].name]: {index[name] for name in its if name in index}
+        for stage, its in held.items()
+        if combined.ops[stage].name in place
+    }
+    return extra_runs_for(left, outlives)
 
 
 def _apart(places: Iterable[int], length: int) -> list[int]:

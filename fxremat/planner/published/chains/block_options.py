@@ -17,102 +17,61 @@ Blocks that are the same but for the names are solved once.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from operator import le
+from dataclasses import dataclass
 
 from fxremat.planner import constants
 from fxremat.planner.deadline import Deadline
-from fxremat.planner.indexed_problem import build_model
 from fxremat.planner.milp.highs import Milp, Term
 from fxremat.planner.published.chains.chain import Block, Chain
-from fxremat.planner.published.chains.chain_costs import (
-    BlockOption,
-    option_cost,
-    read_later,
-    store_all,
-)
-from fxremat.planner.published.chains.isolated_part import (
-    backward_schedules,
-    eviction_front,
-    isolated_problem,
-)
+from fxremat.planner.published.chains.chain_costs import BlockOption, option_cost
+from fxremat.planner.published.parts import Part, PartPlans, not_beaten, read_later
 
-Shape = tuple[object, ...]
 GRID = 10
 """Numbers of bytes held for which the integer programme is solved: as many as in Rockmate (Zhao
 et al., whose class has ``nb_budget_save=10``)."""
 
 
-class BlockOptions:
-    """The options of blocks, each distinct shape solved once."""
+def part_of(chain: Chain, block: Block) -> Part:
+    """The block, to be planned alone."""
 
-    def __init__(self, deadline: Deadline) -> None:
-        self.deadline = deadline
-        self.solved: dict[Shape, list[tuple[int, ...]]] = {}
+    def role(value: int) -> tuple[bool, bool, bool]:
+        return value in block.local, value == block.enters, value == block.leaves
+
+    def stays(value: int) -> bool:
+        return value in chain.spans and chain.spans[value][1] > block.backward.stop - 1
+
+    return Part(chain.model, block.forward, block.backward, block.local, role, stays)
+
+
+@dataclass(frozen=True)
+class BlockOptions:
+    """The options of blocks: store-all first, then what is found, once for equal blocks."""
+
+    plans: PartPlans
 
     def of(self, chain: Chain, block: Block) -> list[BlockOption]:
-        """Store-all first, then what was found; only store-all once the clock has stopped."""
-        ops = (*block.forward, *block.backward)
-        key = shape(chain, block)
-        if key not in self.solved and self.deadline.running():
-            place = {op: k for k, op in enumerate(ops)}
-            self.solved[key] = [
-                tuple(place[op] for op in option.backward) for option in self._solve(chain, block)
-            ]
-        moved = [BlockOption(tuple(ops[k] for k in steps)) for steps in self.solved.get(key, ())]
-        return list(dict.fromkeys([store_all(block), *moved]))
+        """Those of one block."""
+        found = self.plans.of(part_of(chain, block), lambda: self._solve(chain, block))
+        return [BlockOption(steps) for steps in found]
 
-    def _solve(self, chain: Chain, block: Block) -> list[BlockOption]:
-        options = [
-            *held_options(chain, block, self.deadline),
-            *path_options(chain, block, self.deadline),
-        ]
-        return pareto(chain, block, options)
-
-
-# -- what makes blocks the same --------------------------------------------------------------
-
-
-def shape(chain: Chain, block: Block) -> Shape:
-    """All that matters of a block, with its values numbered as they come."""
-    model = chain.model
-    number: dict[int, int] = {}
-    rows: list[object] = [len(block.forward)]
-    for op in (*block.forward, *block.backward):
-        for value in (*model.reads[op], *model.writes[op]):
-            if value not in number:
-                number[value] = len(number)
-                rows.append((model.bytes[value], *_role(chain, block, value)))
-        pairs = tuple((number[read], number[write]) for read, write in model.inplace[op])
-        reads = tuple(number[value] for value in model.reads[op])
-        writes = tuple(number[value] for value in model.writes[op])
-        rows.append((model.time[op], model.workspace[op], reads, writes, pairs))
-    return tuple(rows)
-
-
-def _role(chain: Chain, block: Block, value: int) -> tuple[bool, bool, bool, bool]:
-    stays = value in chain.spans and chain.spans[value][1] > block.backward.stop - 1
-    return value in block.local, value == block.enters, value == block.leaves, stays
+    def _solve(self, chain: Chain, block: Block) -> list[tuple[int, ...]]:
+        deadline = self.plans.deadline
+        options = [*held_options(chain, block, deadline), *path_options(chain, block, deadline)]
+        return [option.backward for option in pareto(chain, block, options)]
 
 
 def pareto(chain: Chain, block: Block, options: Iterable[BlockOption]) -> list[BlockOption]:
-    """Options that no other beats in time, bytes held and bytes while the backward runs.
+    """Options that no other beats in bytes held, time, and bytes while the backward runs."""
 
-    Where there are many they are thinned evenly by the bytes held.
-    """
-    weighed = []
-    for option in dict.fromkeys(options):
+    def figures(option: BlockOption) -> tuple[float, ...]:
         cost = option_cost(chain, block, option)
         held = cost.held
         if cost.needs_enters and block.enters is not None:
             held += chain.model.bytes[block.enters]
-        weighed.append(((held, cost.backward.time, cost.backward.whole), option))
-    weighed.sort(key=lambda pair: pair[0])
-    kept: list[tuple[tuple[int, float, int], BlockOption]] = []
-    for figures, option in weighed:
-        if not any(all(map(le, other, figures)) for other, _ in kept):
-            kept.append((figures, option))
-    stride = max(1, -(-len(kept) // constants.MOST_OPTIONS))
-    return [option for _, option in kept[::stride]]
+        return held, cost.backward.time, cost.backward.whole
+
+    weighed = ((figures(option), option) for option in dict.fromkeys(options))
+    return not_beaten(weighed, constants.MOST_OPTIONS)
 
 
 # -- the integer programme -------------------------------------------------------------------
@@ -121,7 +80,7 @@ def pareto(chain: Chain, block: Block, options: Iterable[BlockOption]) -> list[B
 def held_options(chain: Chain, block: Block, deadline: Deadline) -> Iterator[BlockOption]:
     """Options that hold fewer and fewer bytes, each value made again at most once."""
     backward = tuple(block.backward)
-    saved = read_later(chain, backward, block.reach)
+    saved = read_later(chain.model, backward) & block.reach
     most = sum(chain.model.bytes[value] for value in saved)
     for k in reversed(range(GRID)):
         kept = _held(chain, block, saved, most * k // GRID, deadline)
@@ -182,19 +141,11 @@ def _with_runs(chain: Chain, block: Block, held: frozenset[int]) -> tuple[int, .
 
 def path_options(chain: Chain, block: Block, deadline: Deadline) -> Iterator[BlockOption]:
     """The backward of what evictions find for the block's own problem, with several pauses."""
-    whole = sum(chain.model.bytes[value] for value in block.reach) + max(
-        chain.model.own_bytes[op] for op in (*block.forward, *block.backward)
+    model, part = chain.model, part_of(chain, block)
+    whole = sum(model.bytes[value] for value in block.reach) + max(
+        model.own_bytes[op] for op in part.ops
     )
-    for pause in constants.HALVES:
-        problem = isolated_problem(
-            chain.model,
-            block.forward,
-            block.backward,
-            int(pause * whole),
-            outlives=lambda value: _role(chain, block, value)[3],
-            may_rerun=lambda op: bool(block.local.intersection(chain.model.writes[op])),
-        )
-        front = eviction_front(build_model(problem), deadline)
-        yield from map(
-            BlockOption, map(tuple, backward_schedules(front, block.forward, block.backward))
-        )
+    found = part.schedules(
+        whole, lambda op: bool(block.local.intersection(model.writes[op])), deadline
+    )
+    return map(BlockOption, found)

@@ -169,17 +169,12 @@ def _cuts(model: IndexedProblem, turn: int) -> list[int]:
             seen |= crossing[cut]
     if not found and turn:
         least = min(range(1, turn + 1), key=lambda cut: len(crossing[cut]))
-        names = ", ".join(sorted(_name(model, value) for value in crossing[least])[:4])
+        names = ", ".join(sorted(model.value_names[value] for value in crossing[least])[:4])
         op_name = model.problem.ops[least].name
         raise NotAChain(
             f"several values cross every cut of its forward part ({names} at {op_name})"
         )
     return found
-
-
-def _name(model: IndexedProblem, value: int) -> str:
-    resident = set(model.problem.resident)
-    return [v.name for v in model.problem.values if v.name not in resident][value]
 
 
 # -- backward ops to blocks ------------------------------------------------------------------
@@ -317,7 +312,7 @@ def _out_of_place(
     total, sizes = sum(parts.model.bytes[v] for v in saved), parts.model.bytes
     if sum(sizes[v] for v in wrong) > total / 2:
         worst = max(wrong, key=lambda v: (sizes[v], v))
-        name = _name(parts.model, worst)
+        name = parts.model.value_names[worst]
         raise NotAChain(f"backward ops read {name} and others while another block's turn is on")
     return fixed, early - fixed
 
@@ -331,9 +326,8 @@ def _spans(model: IndexedProblem, blocks: Sequence[Block]) -> dict[int, tuple[in
     What an op reads that may run again is held until the end of its block's backward.
     """
     local = frozenset().union(*(block.local for block in blocks))
-    stop = {v: max(op, 0) for v, op in enumerate(model.writer) if v not in local}
-    for op, reads in enumerate(model.reads):
-        stop.update((value, max(stop[value], op)) for value in reads if value in stop)
+    last = enumerate(zip(model.writer, model.last_reads, strict=True))
+    stop = {value: max(0, *its) for value, its in last if value not in local}
     for block in blocks:
         for op in block.forward:
             if block.local.intersection(model.writes[op]):

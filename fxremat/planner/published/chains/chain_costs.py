@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from fxremat.planner.published.chains.chain import Block, Chain
+from fxremat.planner.published.parts import read_later
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ class _BlockSums:
 
     def _option(self, option: BlockOption) -> OptionCost:
         block = self.block
-        saved = read_later(self.chain, option.backward, block.reach)
+        saved = read_later(self.chain.model, option.backward) & block.reach
         inside = saved & block.local
         leaves = _some(block.leaves)
         return OptionCost(
@@ -153,15 +154,6 @@ def makers(chain: Chain, block: Block, wanted: Collection[int]) -> tuple[int, ..
             found.append(op)
             missing.update(value for value in model.reads[op] if value in block.local)
     return tuple(reversed(found))
-
-
-def read_later(chain: Chain, steps: Sequence[int], values: frozenset[int]) -> frozenset[int]:
-    """Which of the values must be there before the steps: read before they are written."""
-    live: set[int] = set()
-    for op in reversed(steps):
-        live.difference_update(chain.model.writes[op])
-        live.update(values.intersection(chain.model.reads[op]))
-    return frozenset(live)
 
 
 Base = tuple[int, bool]

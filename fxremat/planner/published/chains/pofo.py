@@ -43,6 +43,7 @@ from fxremat.planner.published.chains.pofo_table import (
 )
 from fxremat.planner.published.chains.rotor import coarser, grains
 from fxremat.planner.published.chains.rotor_table import PAID, PAY
+from fxremat.planner.published.parts import PartPlans
 
 NAME = "pofo"
 
@@ -102,7 +103,7 @@ class _PofoSearch:
 
     def run(self) -> None:
         """Ask the programmes of the chain and of one of larger blocks."""
-        solved = BlockOptions(self.deadline)
+        solved = BlockOptions(PartPlans(self.deadline))
         for chain in grains(coarser(find_chain(self.problem), constants.MOST_BLOCKS)):
             its = [solved.of(chain, block) for block in chain.blocks]
             question = ChainQuestion.of(chain, its, self.copies, self.deadline)
@@ -198,12 +199,10 @@ class ChainQuestion:
     def _fetched(self, before: Sequence[int], after: Sequence[int], sent: set[int]) -> list[Item]:
         """What was sent is fetched for the first op after the turn that reads it."""
         model = self.chain.model
-        resident = set(model.problem.resident)
-        names = [value.name for value in model.problem.values if value.name not in resident]
         items: list[Item] = [*model.names(before)]
         away = set(sent)
         for op in after:
-            items += [Fetch(names[value]) for value in model.reads[op] if value in away]
+            items += [Fetch(model.value_names[value]) for value in model.reads[op] if value in away]
             away.difference_update(model.reads[op], model.writes[op])
             items += model.names((op,))
         return items

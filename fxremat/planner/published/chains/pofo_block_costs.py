@@ -29,8 +29,9 @@ from fxremat.core.timing import transfer_us
 from fxremat.planner import constants
 from fxremat.planner.indexed_problem import IndexedProblem
 from fxremat.planner.published.chains.chain import Block, Chain
-from fxremat.planner.published.chains.chain_costs import BlockCost, OptionCost, read_later
+from fxremat.planner.published.chains.chain_costs import BlockCost, OptionCost
 from fxremat.planner.published.chains.rotor_table import PAID
+from fxremat.planner.published.parts import read_later
 
 Row = npt.NDArray[np.float64]
 Wait = tuple[float, float]
@@ -115,7 +116,8 @@ class Sender:
         """The option, with every choice among the largest values that it holds."""
         block, sizes = self.block, self.chain.model.bytes
         stored = block.enters is not None and (x == PAID or option.needs_enters)
-        held = read_later(self.chain, option.backward.steps, block.local) - {block.leaves}
+        later = read_later(self.chain.model, option.backward.steps)
+        held = (later & block.local) - {block.leaves}
         may = (held - block.early) | self.own | ({block.enters} if stored else set())
         large = sorted((v for v in may if v is not None and sizes[v]), key=lambda v: (-sizes[v], v))
         figures = self._figures(option, x, stored)

@@ -22,6 +22,7 @@ from fxremat.planner.published.chains.rotor import (
     coarser,
     grains,
 )
+from fxremat.planner.published.parts import PartPlans
 from fxremat.planner.remembered import remembered
 
 NAME = "rockmate"
@@ -40,7 +41,7 @@ def whole_front(problem: Problem, options: SolverOptions) -> PlanFront:
     """The plans of a problem, remembered for the last few problems."""
     deadline = Deadline(options.time_limit_s)
     finest = coarser(find_chain(problem), constants.MOST_BLOCKS)
-    solved = BlockOptions(deadline)
+    solved = BlockOptions(PartPlans(deadline))
     schedules = chain_schedules(finest, [[store_all(block)] for block in finest.blocks], deadline)
     for chain in grains(finest):
         its = [solved.of(chain, block) for block in chain.blocks]

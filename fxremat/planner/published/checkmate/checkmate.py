@@ -25,6 +25,7 @@ from fxremat.core.timeline import replay
 from fxremat.planner import constants
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.indexed_problem import IndexedProblem, build_model
+from fxremat.planner.local.greedy import extra_runs
 from fxremat.planner.local.pareto_front import steps_of
 from fxremat.planner.local.stage_schedule import ExtraRun
 from fxremat.planner.milp.highs import BOUND_MARGIN, Solution, Status
@@ -39,7 +40,6 @@ from fxremat.planner.published.checkmate.programme import (
 )
 from fxremat.planner.published.known_schedule import (
     all_runs,
-    extra_runs_of,
     near_runs,
     start_plan,
     with_runs,
@@ -126,7 +126,7 @@ class _CheckmateSearch:
     @property
     def best_runs(self) -> list[ExtraRun]:
         """The extra runs of the best plan."""
-        return extra_runs_of(self.model, self.best.ops)
+        return extra_runs(self.model, self.best.ops)
 
     def fits(self) -> bool:
         """Whether the best plan is within the budget."""

@@ -92,7 +92,7 @@ class CheckmateMilp:
         """S[t,v]: nothing, everything, the column of the stage before, or one of its own."""
         model = self.model
         self.stay = [{} for _ in range(model.n + 1)]
-        first = self._first_uses()
+        first = self.model.last_reads
         last = self._last_uses(first)
         reruns = {op for ops in self.allowed for op in ops}
         touched = [set(values) for values in self.touched]
@@ -110,14 +110,6 @@ class CheckmateMilp:
                 else:
                     column = self.stay[stage - 1][value]
                 self.stay[stage][value] = column
-
-    def _first_uses(self) -> list[int]:
-        """The last stage in which an op reads each value in its first run."""
-        out = [-1] * len(self.model.bytes)
-        for op, reads in enumerate(self.model.reads):
-            for value in reads:
-                out[value] = op
-        return out
 
     def _last_uses(self, first: Sequence[int]) -> list[int]:
         """The last stage in which an op may read each value."""

@@ -12,51 +12,30 @@ programme, which is exact for its measure.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
-from fxremat.planner.indexed_problem import INPUT, IndexedProblem
+from fxremat.planner.indexed_problem import IndexedProblem
 from fxremat.planner.published.chains.chain import last_reads, never_rising, turns
-
-OUTSIDE = -1
-"""The home of values that no cluster writes."""
-
-Cutter = Callable[[IndexedProblem, int, int], list[int]]
-"""(model, turn, count) -> the first ops of all clusters but the first."""
-
-
-@dataclass(frozen=True)
-class Cluster:
-    """A stretch of the forward part and the backward ops that go with it, perhaps none.
-
-    ``local`` are the values that can be computed again and that only these ops read, ``makes``
-    those of its forward part that other clusters read as well.
-    """
-
-    forward: range
-    backward: range
-    local: frozenset[int]
-    makes: frozenset[int]
+from fxremat.planner.published.parts import Part
 
 
 @dataclass(frozen=True)
 class Decomposition:
     """A model in clusters, in forward order; the backward parts come in reverse order.
 
-    An *interface* value crosses between clusters, or cannot be computed again and is read by
-    what can; ``home`` gives the cluster that writes it. All other values are *fixed*: they are
-    there from their write to their last read.
+    ``makes`` has the values of each cluster's forward part that can be computed again and that
+    other clusters read as well.
     """
 
     model: IndexedProblem
     turn: int
-    clusters: tuple[Cluster, ...]
-    home: dict[int, int]
+    clusters: tuple[Part, ...]
+    makes: tuple[frozenset[int], ...]
 
     @staticmethod
     def cut(model: IndexedProblem, turn: int, starts: Iterable[int]) -> Decomposition:
@@ -66,63 +45,47 @@ class Decomposition:
         owners = _owners(model, turn, of_op, len(firsts))
         whose = [int(c) for c in of_op] + owners
         readers: list[set[int]] = [set() for _ in model.bytes]
-        read_again = [False] * len(model.bytes)
         for op, reads in enumerate(model.reads):
             for value in reads:
                 readers[value].add(whose[op])
-                read_again[value] |= op <= turn and model.repeatable[op]
         local: list[set[int]] = [set() for _ in firsts]
-        home: dict[int, int] = {}
+        makes: list[set[int]] = [set() for _ in firsts]
         for value, op in enumerate(model.writer):
-            if model.is_output[value]:
-                continue
-            again = op <= turn and model.evictable(value)
-            if again and readers[value] <= {whose[op]}:
-                local[whose[op]].add(value)
-            elif again or read_again[value]:
-                home[value] = OUTSIDE if op == INPUT or op > turn else whose[op]
+            if op <= turn and model.evictable(value):
+                alone = readers[value] <= {whose[op]}
+                (local if alone else makes)[whose[op]].add(value)
         clusters = []
         for c, (start, stop) in enumerate(pairwise((*firsts, turn + 1))):
             ops = [turn + 1 + k for k, owner in enumerate(owners) if owner == c]
             backward = range(ops[0], ops[-1] + 1) if ops else range(model.n, model.n)
-            makes = frozenset(
-                v for v, h in home.items() if h == c and model.evictable(v)
-            )  # what cannot be computed again has a home, but only its first run makes it
-            clusters.append(Cluster(range(start, stop), backward, frozenset(local[c]), makes))
-        return Decomposition(model, turn, tuple(clusters), home)
-
-    @cached_property
-    def last_reads(self) -> tuple[int, ...]:
-        """The last op that reads each value, or writes it if none does."""
-        last = [max(op, 0) for op in self.model.writer]
-        for op, reads in enumerate(self.model.reads):
-            for value in reads:
-                last[value] = max(last[value], op)
-        return tuple(last)
-
-    @cached_property
-    def fixed(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Bytes of fixed and resident values while each op runs first, and just before it."""
-        model = self.model
-        inside = frozenset().union(*(cluster.local for cluster in self.clusters), self.home)
-        change, begins = [0] * (model.n + 2), [0] * model.n
-        for value, size in enumerate(model.bytes):
-            if value in inside:
-                continue
-            start = model.writer[value]
-            change[max(start, 0)] += size
-            change[(model.n - 1 if model.is_output[value] else self.last_reads[value]) + 1] -= size
-            if start != INPUT:
-                begins[start] += size
-        live = [*accumulate(change[: model.n], initial=model.problem.resident_bytes)][1:]
-        return tuple(live), tuple(now - new for now, new in zip(live, begins, strict=True))
+            clusters.append(_part(model, range(start, stop), backward, (local[c], makes[c])))
+        return Decomposition(model, turn, tuple(clusters), tuple(map(frozenset, makes)))
 
 
-def decompose(model: IndexedProblem, count: int, cutter: Cutter | None = None) -> Decomposition:
+def _part(
+    model: IndexedProblem,
+    forward: range,
+    backward: range,
+    own: tuple[set[int], set[int]],
+) -> Part:
+    """A cluster, to be planned alone; ``own`` are its local values and those that it makes."""
+    local, makes = own
+    end = max(forward.stop, backward.stop)
+
+    def role(value: int) -> str:
+        return "local" if value in local else "made" if value in makes else "outside"
+
+    def stays(value: int) -> bool:
+        kept = model.is_output[value] or model.last_reads[value] >= end
+        return kept and role(value) == "outside" and not model.evictable(value)
+
+    return Part(model, forward, backward, frozenset(local), role, stays)
+
+
+def decompose(model: IndexedProblem, count: int) -> Decomposition:
     """The model in about so many clusters."""
     turn = turn_of(model)
-    cuts = (cutter or narrow_cuts)(model, turn, max(1, min(count, turn + 1)))
-    return Decomposition.cut(model, turn, cuts)
+    return Decomposition.cut(model, turn, narrow_cuts(model, turn, max(1, min(count, turn + 1))))
 
 
 def turn_of(model: IndexedProblem) -> int:
@@ -156,12 +119,12 @@ def _owners(model: IndexedProblem, turn: int, of_op: npt.NDArray[np.intp], count
 # -- where to cut ----------------------------------------------------------------------------
 
 
-def crossing(model: IndexedProblem, turn: int, weights: Sequence[int]) -> npt.NDArray[np.float64]:
-    """The weight of the values that forward ops before each op write and from it on read."""
+def _bytes_across(model: IndexedProblem, turn: int) -> npt.NDArray[np.float64]:
+    """Bytes of the values that forward ops before each op write and from it on read."""
     change = np.zeros(turn + 2)
     for value, op in last_reads(model, turn).items():
-        change[model.writer[value] + 1] += weights[value]
-        change[op + 1] -= weights[value]
+        change[model.writer[value] + 1] += model.bytes[value]
+        change[op + 1] -= model.bytes[value]
     return np.cumsum(change)[: turn + 1]
 
 
@@ -172,7 +135,7 @@ def narrow_cuts(model: IndexedProblem, turn: int, count: int) -> list[int]:
 
     ``best[k, i]`` is the least cost of the first i ops in k clusters.
     """
-    bytes_across, n = crossing(model, turn, model.bytes), turn + 1
+    bytes_across, n = _bytes_across(model, turn), turn + 1
     average = n / count
     sizes = np.arange(max(1, int(average / 2)), int(np.ceil(2 * average)) + 1)
     uneven = (sizes / average - 1) ** 2 / (4 * count)  # altogether less than a byte
@@ -186,64 +149,9 @@ def narrow_cuts(model: IndexedProblem, turn: int, count: int) -> list[int]:
             pick = int(cost.argmin())
             best[k, i], back[k, i] = cost[pick], starts[pick]
     if not np.isfinite(best[count, n]):
-        return even_cuts(model, turn, count)
+        return sorted({n * k // count for k in range(1, count)} - {0})
     cuts, i = [], n
     for k in range(count, 1, -1):
         i = int(back[k, i])
         cuts.append(i)
     return cuts[::-1]
-
-
-def even_cuts(_: IndexedProblem, turn: int, count: int) -> list[int]:
-    """Cuts of the base order into equal parts."""
-    return sorted({(turn + 1) * k // count for k in range(1, count)} - {0})
-
-
-# -- which clusters are the same -------------------------------------------------------------
-
-Signature = tuple[object, ...]
-
-
-def signature(parts: Decomposition, cluster: Cluster) -> Signature:
-    """All that matters for planning the cluster apart, its values numbered as they come.
-
-    Two clusters of one signature have the same plans, op for op.
-    """
-    model, number = parts.model, dict[int, int]()
-    rows: list[object] = [len(cluster.forward)]
-    for op in (*cluster.forward, *cluster.backward):
-        for value in (*model.reads[op], *model.writes[op]):
-            if value not in number:
-                number[value] = len(number)
-                rows.append((model.bytes[value], role(parts, cluster, value)))
-        rows.append(
-            (
-                model.time[op],
-                model.workspace[op],
-                model.repeatable[op],
-                _numbers(number, model.reads[op]),
-                _numbers(number, model.writes[op]),
-                tuple((number[read], number[write]) for read, write in model.inplace[op]),
-            )
-        )
-    return tuple(rows)
-
-
-def _numbers(number: dict[int, int], values: Sequence[int]) -> tuple[int, ...]:
-    return tuple(number[value] for value in values)
-
-
-def role(parts: Decomposition, cluster: Cluster, value: int) -> str:
-    """What a value is to a cluster that touches it: local, made, entering, staying or passing.
-
-    One that stays is there when the cluster is done, one that passes ends in it.
-    """
-    if value in cluster.local:
-        return "local"
-    if value in cluster.makes:
-        return "made"
-    if value in parts.home:
-        return "entering"
-    end = max(cluster.forward.stop, cluster.backward.stop)
-    stays = parts.model.is_output[value] or parts.last_reads[value] >= end
-    return "staying" if stays else "passing"

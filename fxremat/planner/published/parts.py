@@ -1,0 +1,202 @@
+"""A part of a problem alone: a stretch of the forward, a pause that needs memory, its backward.
+
+In the pause the rest of the problem runs, so the part may hold only what is left of the budget. The
+plans for several pauses and budgets are the ways to run the part (Zhao et al., "Rockmate", ICML
+2023, section 3, solves each block for several bytes saved and several peaks). Equal parts are
+planned once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from operator import le
+from typing import TypeVar
+
+from fxremat.core.problem import Op, Phase, Problem, Value
+from fxremat.planner import constants
+from fxremat.planner.deadline import Deadline
+from fxremat.planner.indexed_problem import IndexedProblem, build_model
+from fxremat.planner.local.editable_schedule import EditableSchedule, GapRanking, descend
+from fxremat.planner.local.pareto_front import ParetoFront, steps_of
+from fxremat.planner.local.stage_schedule import StageSchedule
+
+PAUSE = "pause"
+Steps = tuple[int, ...]
+"""The ops of a part's backward, with forward ops between them that run again."""
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class Part:
+    """Two stretches of the ops of a model.
+
+    ``local`` are the values that may be freed and that only these ops touch. ``role`` says what
+    any value is to the part, ``stays`` which ones are there after it as well.
+    """
+
+    model: IndexedProblem
+    forward: range
+    backward: range
+    local: frozenset[int]
+    role: Callable[[int], Hashable]
+    stays: Callable[[int], bool]
+
+    @property
+    def ops(self) -> Steps:
+        """All ops of the part."""
+        return (*self.forward, *self.backward)
+
+    @cached_property
+    def shape(self) -> tuple[object, ...]:
+        """All that matters for planning the part alone, its values numbered as they come.
+
+        Two parts of one shape have the same plans, op for op.
+        """
+        model, number = self.model, dict[int, int]()
+        rows: list[object] = [len(self.forward)]
+        for op in self.ops:
+            for value in (*model.reads[op], *model.writes[op]):
+                if value not in number:
+                    number[value] = len(number)
+                    rows.append((model.bytes[value], self.role(value), self.stays(value)))
+            pairs = tuple((number[read], number[write]) for read, write in model.inplace[op])
+            reads = tuple(number[value] for value in model.reads[op])
+            writes = tuple(number[value] for value in model.writes[op])
+            own = model.time[op], model.workspace[op], model.repeatable[op]
+            rows.append((*own, reads, writes, pairs))
+        return tuple(rows)
+
+    def problem(self, pause_bytes: int, may_rerun: Callable[[int], bool]) -> Problem:
+        """The problem of these ops alone, with so many bytes needed between the two halves.
+
+        What stays is an output, or resident. ``may_rerun`` says which forward ops may run again.
+        """
+        ops = [_op(self.model, op, "forward", may_rerun(op)) for op in self.forward]
+        ops.append(Op(PAUSE, (), (), 0.0, pause_bytes, "any", False))
+        ops.extend(_op(self.model, op, "backward", False) for op in self.backward)
+        written = {name for op in ops for name in op.writes}
+        names = dict.fromkeys(name for op in ops for name in (*op.reads, *op.writes))
+        staying = {name for name in names if self.stays(int(name))}
+        outside = [name for name in names if name not in written]
+        return Problem(
+            name="part",
+            values=tuple(Value(name, self.model.bytes[int(name)]) for name in names),
+            ops=tuple(ops),
+            inputs=tuple(name for name in outside if name not in staying),
+            resident=tuple(name for name in outside if name in staying),
+            outputs=tuple(name for name in names if name in staying and name in written),
+        )
+
+    def schedules(
+        self,
+        whole_bytes: int,
+        may_rerun: Callable[[int], bool],
+        deadline: Deadline,
+        improve: Callable[[ParetoFront], None] = lambda front: None,
+    ) -> Iterator[Steps]:
+        """What evictions find for the part alone, with pauses of up to ``whole_bytes``."""
+        ops = (*self.forward, -1, *self.backward)
+        for pause in constants.HALVES:
+            if not deadline.running():
+                return
+            model = build_model(self.problem(int(pause * whole_bytes), may_rerun))
+            front = eviction_front(model, deadline)
+            improve(front)
+            for entry in front.final_entries():
+                steps = steps_of(model.n, entry.runs())
+                after = steps.index(len(self.forward)) + 1
+                yield tuple(ops[k] for k in steps[after:])
+
+
+def _op(model: IndexedProblem, op: int, phase: Phase, repeatable: bool) -> Op:
+    return Op(
+        name=str(op),
+        reads=tuple(map(str, model.reads[op])),
+        writes=tuple(map(str, model.writes[op])),
+        time_us=model.time[op],
+        workspace_bytes=model.workspace[op],
+        phase=phase,
+        repeatable=repeatable,
+        inplace=tuple((str(read), str(write)) for read, write in model.inplace[op]),
+    )
+
+
+def eviction_front(model: IndexedProblem, deadline: Deadline) -> ParetoFront:
+    """The front that eviction paths from store-all give."""
+    front, store_all = ParetoFront(model), StageSchedule(model)
+    front.offer(store_all)
+    work = min(2 * constants.WORK // 5, constants.WORK_PER_OP * model.n)
+    for length in constants.HALVES:
+        if deadline.running():
+            descend(EditableSchedule(store_all.copy(), GapRanking(length)), front, 0, work)
+    return front
+
+
+@dataclass
+class PartPlans:
+    """The backwards of parts: store-all first, then what was found, once for equal parts."""
+
+    deadline: Deadline
+    found: dict[tuple[object, ...], list[Steps]] = field(default_factory=dict)
+
+    def of(self, part: Part, search: Callable[[], Iterable[Steps]]) -> list[Steps]:
+        """Those of a part; only store-all once the clock has stopped."""
+        ops = part.ops
+        if part.shape not in self.found and self.deadline.running():
+            place = {op: k for k, op in enumerate(ops)}
+            self.found[part.shape] = [tuple(place[op] for op in steps) for steps in search()]
+        moved = [tuple(ops[k] for k in steps) for steps in self.found.get(part.shape, ())]
+        return list(dict.fromkeys([tuple(part.backward), *moved]))
+
+
+def read_later(model: IndexedProblem, steps: Sequence[int]) -> frozenset[int]:
+    """The values that must be there before the steps: read before they are written."""
+    live: set[int] = set()
+    for op in reversed(steps):
+        live.difference_update(model.writes[op])
+        live.update(model.reads[op])
+    return frozenset(live)
+
+
+def makers(part: Part, wanted: Iterable[int], own: frozenset[int]) -> Steps:
+    """The forward ops that make the wanted values again, and those of its ``own`` they read."""
+    model, missing, found = part.model, set(wanted), list[int]()
+    for op in reversed(part.forward):
+        if not missing.isdisjoint(model.writes[op]):
+            found.append(op)
+            missing.update(own.intersection(model.reads[op]))
+    return tuple(reversed(found))
+
+
+def not_beaten(weighed: Iterable[tuple[tuple[float, ...], Item]], most: int) -> list[Item]:
+    """Those that no other beats in all figures, by the first; thinned evenly where many."""
+    kept: list[tuple[tuple[float, ...], Item]] = []
+    for figures, item in sorted(weighed, key=lambda pair: pair[0]):
+        if not any(all(map(le, other, figures)) for other, _ in kept):
+            kept.append((figures, item))
+    return [item for _, item in kept[:: max(1, -(-len(kept) // most))]]
+
+
+def worst_bytes(model: IndexedProblem, steps: Sequence[int], keep: frozenset[int]) -> int:
+    """Bytes at the worst step, of what the steps touch; values in ``keep`` stay to the end.
+
+    Backwards: a copy is held while the next that happens to it is a read, as a replay counts it.
+    """
+    sizes, worst = model.bytes, 0
+    touched = {v for op in steps for v in (*model.reads[op], *model.writes[op])}
+    live = set(keep & touched)
+    total = sum(sizes[value] for value in live)
+    for op in reversed(steps):
+        writes, reads = set(model.writes[op]), set(model.reads[op])
+        gone = (writes | reads) - live
+        now = model.workspace[op] + total + sum(sizes[value] for value in gone)
+        over = dict[int, int]()
+        for read, write in model.inplace[op]:
+            if read in gone and write not in over:
+                over[write] = min(sizes[read], sizes[write])
+        worst = max(worst, now - sum(over.values()))
+        total += sum(sizes[v] for v in reads - live) - sum(sizes[v] for v in writes & live)
+        live = (live - writes) | reads
+    return worst
