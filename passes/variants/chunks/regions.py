@@ -22,7 +22,6 @@ import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Literal
 
 from torch import fx
 
@@ -62,8 +61,8 @@ class Region:
     position: dict[fx.Node, int]
     convolution: fx.Node | None = None
     """The convolution of a region of images (see `image_regions`)."""
-    half: Literal["both", "forward", "backward"] = "both"
-    """Which halves of the graph have loops."""
+    only_backward: bool = False
+    """Whether the forward has no loops: it stays as it is."""
     _calls: dict[tuple[fx.Node, Kind], Calls | None] = field(default_factory=dict)
 
     @property
@@ -103,24 +102,17 @@ class Region:
     def is_read_outside(self, node: fx.Node) -> bool:
         """Whether a node outside of the region reads this one from a loop."""
         outside = [reader for reader in readers(node) if reader not in self.kinds]
-        if self.half == "both" or self.kinds[node] == "sum" or not self.is_forward(node):
+        if not self.only_backward or not self.is_forward(node):
             return bool(outside)
-        # Of a value with rows there may be two, one in the forward and one for the backward.
-        early = [r for r in outside if self.is_forward(r) or r.op == "output"]
-        return bool(early) if self.half == "forward" else len(early) < len(outside)
+        return any(r.op != "output" and not self.is_forward(r) for r in outside)
 
     def is_forward(self, node: fx.Node) -> bool:
         return self.joint.role[node] is Role.FORWARD
 
-    def forward_half(self) -> Region:
-        """The region with loops in the forward only; its sums are read in the backward too."""
-        kinds = {n: k for n, k in self.kinds.items() if self.is_forward(n)}
-        return replace(self, kinds=kinds, half="forward")
-
     def backward_half(self) -> Region:
         """The region with loops in the backward only: they compute rows of the forward again."""
         kinds = {n: k for n, k in self.kinds.items() if k == "row" or not self.is_forward(n)}
-        return replace(self, kinds=kinds, half="backward")
+        return replace(self, kinds=kinds, only_backward=True)
 
     def read_outside(self) -> list[fx.Node]:
         """Nodes that somebody outside reads from a loop; of a view, what it looks into."""
