@@ -11,6 +11,7 @@ from torch import nn
 
 from fxremat.passes.variants.chunks.rules import CHUNKED_ATTENTION, CHUNKED_LOSS, CHUNKED_MLP
 from fxremat.runtime.chunks.operator import ROWS
+from fxremat.runtime.chunks.program import parse
 from tests.graphs import Net, calls
 from tests.row_nets import WEIGHTS, D, Gated, V, head, labels, rows, up_and_down, z_loss
 from tests.row_sites import all_names, check, taken, trace
@@ -78,6 +79,21 @@ def test_tied_weights() -> None:
 
     torch.manual_seed(1)
     check(Net(step, table=nn.Embedding(V, D)), (labels(50), labels(50)), CHUNKED_LOSS)
+
+
+def test_one_hot_rows_are_seen_through_casts() -> None:
+    """Of a loss in bfloat16: one number a row is added, and no row is compared with positions."""
+    net = Net(lambda m, x, y: F.cross_entropy(m.head(x), y), head=head().bfloat16())
+    x = rows(64, D).detach().bfloat16().requires_grad_()
+    assert check(net, (x, labels(64)), CHUNKED_LOSS, tolerance=2e-2)
+    joint = trace(net, (x, labels(64))).joint
+    at_once = [site for site in sites(CHUNKED_LOSS, joint) if "at once" in site.name]
+    assert at_once
+    for site in at_once:
+        [call] = calls(taken(joint, site).module.graph, ROWS)
+        ops = [(one.op, one.row_shape) for one in parse(str(call.args[2])).loop]
+        assert ("aten.scatter_add.default", (V,)) in ops
+        assert ("aten.eq.Tensor", (V,)) not in ops
 
 
 def test_no_gradients_ahead_in_float16() -> None:

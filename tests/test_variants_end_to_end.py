@@ -22,7 +22,7 @@ from fxremat.whatif.explanation import Explanation
 from tests.conftest import Golden
 from tests.end_to_end import compiled_by_fxremat, least, measured, observed, step
 
-WORDS, WIDTH, IGNORED = 5000, 16, 0
+WORDS, WIDTH, IGNORED = 3000, 16, 0
 
 
 pytestmark = pytest.mark.usefixtures("fresh")

@@ -17,6 +17,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from typing import Any
 
 import torch
 from torch import fx
@@ -40,7 +41,7 @@ from fxremat.runtime.chunks.buffers import (
     layout,
     of_total,
 )
-from fxremat.runtime.chunks.program import Instruction, Program, overload, parse, with_values
+from fxremat.runtime.chunks.program import Instruction, Program, Ref, overload, parse, with_values
 
 log = logging.getLogger(__name__)
 
@@ -125,9 +126,12 @@ class _KernelWriter:
     made: dict[int, fx.Node] = field(default_factory=dict)
     places: dict[tuple[str, int], tuple[Memory, fx.Node]] = field(default_factory=dict)
     device: torch.device = field(init=False)
+    by_comparison: bool = field(init=False)
+    """Whether one number a row is added where positions and index are equal."""
 
     def __post_init__(self) -> None:
         self.device = self.inputs[0].device
+        self.by_comparison = self.device.type != "cpu"
 
     def write(self) -> fx.GraphModule:
         kept = set(written(self.program, self.stage))
@@ -142,10 +146,33 @@ class _KernelWriter:
         return fx.GraphModule({}, self.graph)
 
     def call(self, one: Instruction) -> fx.Node:
+        if self.by_comparison and self.adds_one_a_row(one):
+            return self.added_by_comparison(one)
         args, named = one.arguments(self.value, self.tile)
         if one.op == "aten.clone.default":
             named["memory_format"] = torch.contiguous_format
         return self.graph.call_function(overload(one.op), tuple(args), named)
+
+    def adds_one_a_row(self, one: Instruction) -> bool:
+        """Whether an instruction adds one number to one element of each row of a matrix."""
+        if one.op != "aten.scatter_add.default":
+            return False
+        into, dim, index = one.args[:3]
+        assert isinstance(into, Ref)
+        assert isinstance(index, Ref)
+        return dim == 1 and len(one.row_shape) == 1 and self.row_shape(index.number) == (1,)
+
+    def row_shape(self, number: int) -> tuple[int, ...]:
+        made = self.program.instruction(number)
+        return self.inputs[number].sizes[1:] if made is None else made.row_shape
+
+    def added_by_comparison(self, one: Instruction) -> fx.Node:
+        """One loop over all elements: adding at an index, a GPU would write, add, and read."""
+        into, _, index, element = with_values(one.args, self.value, self.tile)
+        call, positions = self.graph.call_function, (0, one.row_shape[0], 1)
+        named: dict[str, Any] = {"dtype": torch.int64, "device": self.device}
+        hit = call(_ATEN.eq.Tensor, (index, call(_ATEN.arange.start_step, positions, named)))
+        return call(_ATEN.where.self, (hit, call(_ATEN.add.Tensor, (into, element)), into))
 
     def value(self, number: int) -> fx.Node:
         if number not in self.made:

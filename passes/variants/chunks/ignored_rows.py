@@ -24,9 +24,10 @@ from fxremat.compat.inductor.kernels import apart
 from fxremat.compat.joint_graph import is_tangent
 from fxremat.core.constants import MOST_NODES
 from fxremat.passes.joint_graph import computed_from
-from fxremat.passes.nodes import dtype_of, first_operand, packet_name
+from fxremat.passes.nodes import dtype_of, packet_name
 from fxremat.passes.variants.chunks.calls import Operand, Result, row_shape_of
 from fxremat.passes.variants.chunks.loops import Loop
+from fxremat.passes.variants.chunks.one_hot_rows import constant_of
 from fxremat.passes.variants.chunks.regions import Region, readers
 from fxremat.runtime.chunks.buffers import COPIES, VIEWS
 from fxremat.runtime.chunks.program import (
@@ -202,13 +203,8 @@ class _Row:
 
 def _constant(node: fx.Node) -> Value:
     """The number that a tensor is filled with, in all rows."""
-    filled = node
-    while packet_name(filled) in ("view", "expand", "unsqueeze", "reshape"):
-        filled = first_operand(filled)
-    if packet_name(filled) not in ("full", "scalar_tensor"):
-        return None
-    number = filled.args[1 if packet_name(filled) == "full" else 0]
-    return known(number, dtype_of(node)) if isinstance(number, (int, float)) else None
+    constant = constant_of(node)
+    return known(constant, dtype_of(node)) if isinstance(constant, float) else None
 
 
 def _with_values(thing: Any, row: _Row, parts: Sequence[Value]) -> Any:

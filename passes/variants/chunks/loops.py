@@ -25,6 +25,7 @@ from fxremat.passes.variants.chunks.calls import (
     operands,
     row_shape_of,
 )
+from fxremat.passes.variants.chunks.one_hot_rows import with_one_hot_rows, without_unused
 from fxremat.passes.variants.chunks.regions import Region
 from fxremat.runtime.chunks.buffers import MATMULS
 from fxremat.runtime.chunks.program import Instruction, Kind, Program, Ref, RowCount
@@ -205,7 +206,10 @@ def plan_loops(region: Region, level: Mapping[fx.Node, int]) -> list[Loop]:
 
 
 def _loop(writer: _ProgramWriter, level: int, results: list[fx.Node]) -> Loop:
+    row_shapes = [row_shape_of(node, writer.region.rows) or () for node in writer.rows]
+    program = with_one_hot_rows(writer.program(results), row_shapes, writer.whole)
+    program, rows, whole = without_unused(program)
     return Loop(
-        level, tuple(writer.rows), tuple(writer.whole), frozenset(writer.dense),
-        writer.program(results), tuple(results),
+        level, tuple(writer.rows[n] for n in rows), tuple(writer.whole[n] for n in whole),
+        frozenset(writer.dense), program, tuple(results),
     )  # fmt: skip
