@@ -24,7 +24,7 @@ import torch
 from torch import fx
 
 from fxremat.passes.joint_graph import JointGraph
-from fxremat.passes.nodes import add_call, fake, laid_out_like
+from fxremat.passes.nodes import add_call, adder, fake, laid_out_like
 from fxremat.passes.variants.rule import Rule, Site, StandIns
 from fxremat.runtime.chunks import convolutions
 
@@ -89,9 +89,7 @@ class Backward:
                     found[results[place]] = item
             transposed = (gradient, weight, None, *of_input(self.node), *how_many)
             made = add_call(graph, one_of, transposed, old)
-            found[results[_INPUT]] = laid_out_like(
-                results[_INPUT], made, lambda op, *x, **how: add_call(graph, op, x, old, **how)
-            )
+            found[results[_INPUT]] = laid_out_like(results[_INPUT], made, adder(graph, old))
         return found
 
 

@@ -18,12 +18,11 @@ outside of the region gets the shape and the strides of the old node, and stands
 
 from __future__ import annotations
 
-import itertools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from functools import partial
-from math import ceil, prod
+from math import ceil
 
 import torch
 from torch import fx
@@ -32,6 +31,7 @@ from fxremat.core.constants import CHUNK_PARTS, TILE_BYTES
 from fxremat.passes.joint_graph import JointGraph, Role
 from fxremat.passes.nodes import (
     add_call,
+    adder,
     dtype_of,
     known_shape,
     laid_out_like,
@@ -45,6 +45,7 @@ from fxremat.passes.variants.chunks.image_regions import find_image_regions
 from fxremat.passes.variants.chunks.loops import Loop, Refused, plan_loops
 from fxremat.passes.variants.chunks.regions import Region, find_regions, levels
 from fxremat.passes.variants.rule import Rule, Site, StandIns
+from fxremat.passes.variants.saved_values import has_order
 from fxremat.runtime.chunks.operator import ROWS
 from fxremat.runtime.chunks.program import dump
 
@@ -145,17 +146,16 @@ class _Insertion:
         return self.for_factor_one.get(node, self.nodes[node])
 
     def rows(self, node: fx.Node, is_dense: bool) -> fx.Node:
+        """A node as [rows, *row_shape], copied where no view is that, or none with dense rows."""
         given = self.input(node)
         row_shape = row_shape_of(node, self.region.rows)
         assert row_shape is not None
         shape = [self.region.rows, *row_shape]
-        tensor = given.meta["val"]
-        if list(tensor.shape) == shape and (not is_dense or _is_dense(tensor, 1)):
-            return given
-        if not _is_dense(tensor, 0 if is_dense else tensor.dim() - len(row_shape)):
+        seen = _seen_as(given.meta["val"], shape)
+        if seen is None or (is_dense and not seen[0].is_contiguous()):
             kwargs = {"memory_format": torch.contiguous_format}
             given = add_call(self.graph, _ATEN.clone.default, (given,), given, **kwargs)
-        if list(tensor.shape) == shape:
+        if list(given.meta["val"].shape) == shape:
             return given
         return add_call(self.graph, _ATEN.view.default, (given, shape), given)
 
@@ -202,7 +202,7 @@ class _Insertion:
         shape = known_shape(node)
         if tuple(made.meta["val"].shape) != shape:
             made = add_call(self.graph, _ATEN.view.default, (made, list(shape)), old)
-        return laid_out_like(old, made, partial(_added, self.graph, old))
+        return laid_out_like(old, made, adder(self.graph, old))
 
     def scaled(self, node: fx.Node) -> fx.Node:
         """A multiple of the factor: the result for 1, times the factor."""
@@ -213,37 +213,12 @@ class _Insertion:
         return add_call(self.graph, _ATEN.mul.Tensor, (node, given), node)
 
 
-def _added(graph: fx.Graph, like: fx.Node, target: object, *args: object, **how: object) -> fx.Node:
-    return add_call(graph, target, args, like, **how)
-
-
-def _is_dense(tensor: torch.Tensor, front: int) -> bool:
-    """Whether ``front`` leading dimensions can be merged; all are contiguous for front = 0."""
-    if front == 0:
-        return tensor.is_contiguous()
-    if front == 1 and tensor.dim():
-        return all(
-            one == other
-            for one, other in zip(tensor.stride()[1:], _contiguous(tensor.shape)[1:], strict=True)
-        )
-    sizes, strides = tensor.shape[:front], tensor.stride()[:front]
-    kept = [(size, stride) for size, stride in zip(sizes, strides, strict=True) if size != 1]
-    pairs = itertools.pairwise(kept)
-    return all(stride == size * step for (_, stride), (size, step) in pairs)
-
-
-def _contiguous(shape: torch.Size) -> list[int]:
-    return [prod(shape[d + 1 :]) for d in range(len(shape))]
-
-
-def _keeps_strides(region: Region, nodes: list[fx.Node]) -> bool:
-    """Whether stand-ins can have the strides of all ``nodes``: dense memory, in any order."""
-    for node in nodes:
-        tensor = node.meta["val"]
-        order = sorted(range(tensor.dim()), key=lambda d: -tensor.stride()[d])
-        if not tensor.permute(order).is_contiguous():
-            return False
-    return True
+def _seen_as(tensor: torch.Tensor, shape: list[int]) -> torch.Tensor | None:
+    """A view of the tensor in this shape; None where it takes a copy."""
+    try:
+        return tensor.view(shape)
+    except (RuntimeError, ValueError):
+        return None
 
 
 # --- forms ---------------------------------------------------------------------------------------
@@ -299,7 +274,7 @@ _Way = Callable[[Sizes], _Form]
 
 def _way(region: Region, ignored: IgnoredRows | None, scale: Factor | None) -> _Way | None:
     """The loops of a region, which leave rows out if some are ``ignored``."""
-    if not _keeps_strides(region, region.read_outside()):
+    if not all(map(has_order, region.read_outside())):
         return None
     loops = _loops(region, scale)
     if ignored is not None and loops:
