@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from .models import Config
 from .nets.language import GPT
 from .nets.layers import BareRMSNorm, Network
-from .nets.points import DGCNN
 from .nets.vision import VGG, ResNet, UNet
 
 SIZES = ("cpu", "gpu")
@@ -47,12 +46,6 @@ def _resnet() -> dict[str, Config]:
     return {"cpu": Config(ResNet, 16, cpu), "gpu": Config(ResNet, 256, {**cpu, **large})}
 
 
-def _dgcnn() -> dict[str, Config]:
-    cpu = {"widths": (32, 32, 64), "points": 256, "neighbours": 8, "classes": 40}
-    large = {"widths": (64, 64, 128, 256), "points": 1024, "neighbours": 20}
-    return {"cpu": Config(DGCNN, 4, cpu), "gpu": Config(DGCNN, 32, {**cpu, **large})}
-
-
 _leaky = partial(F.leaky_relu, negative_slope=SLOPE)
 MODELS: dict[str, dict[str, Config]] = {
     "gpt": _gpt(),
@@ -67,7 +60,6 @@ MODELS: dict[str, dict[str, Config]] = {
     "unet": _unet(),
     "unet, leaky": _unet(normed=False, activation=_leaky),
     "unet, ELU": _unet(normed=False, activation=F.elu),
-    "dgcnn": _dgcnn(),
 }
 OF_RULE: dict[str, tuple[str, ...]] = {
     "chunked_loss": ("gpt, 50k words",),
@@ -84,7 +76,6 @@ OF_RULE: dict[str, tuple[str, ...]] = {
     "activation_from_output": ("unet, ELU", "unet, leaky"),
     "packed_masks": ("gpt, dropout", "unet, leaky"),
     "sign_masks": ("vgg", "resnet"),
-    "narrow_indices": ("dgcnn",),
     "saved_8bit": ("gpt",),
     "saved_4bit": ("gpt",),
     "saved_fp8": ("gpt",),

@@ -28,9 +28,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxremat.compat.joint_graph import is_tangent
 from fxremat.passes.base import Changed, Pass, in_place
-from fxremat.passes.joint_graph import is_run_for_effect, is_view, root
+from fxremat.passes.joint_graph import backward_closure, is_run_for_effect, is_view, root
 from fxremat.passes.materialisation import users_through_views
 from fxremat.passes.nodes import add_call, covers_storage, fake
 from fxremat.runtime import accumulated
@@ -149,17 +148,9 @@ def _erase_unread(graph: fx.Graph, nodes: list[fx.Node]) -> None:
             _erase_unread(graph, sources)
 
 
-def _after_tangents(graph: fx.Graph) -> set[fx.Node]:
-    reached: set[fx.Node] = set()
-    for node in graph.nodes:
-        if is_tangent(node) or any(n in reached for n in node.all_input_nodes):
-            reached.add(node)
-    return reached
-
-
 def accumulate_sums(graph: fx.Graph) -> bool:
     """Rewrite the sums of a joint graph, in place; True if there were any."""
-    backward = _after_tangents(graph)
+    backward = backward_closure(graph)
     position = dict(zip(graph.nodes, count()))
     found = False
     for sum_node in list(graph.nodes):

@@ -30,7 +30,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from fxremat.compat.configuration import OpOverload
-from fxremat.compat.joint_graph import module_of, must_be_in_forward
+from fxremat.compat.joint_graph import copy_module, must_be_in_forward
 from fxremat.passes.base import Changed, Pass
 from fxremat.passes.halves import Rewritten
 from fxremat.passes.joint_graph import JointGraph, Role, computed_from, is_tensor, root
@@ -158,21 +158,14 @@ def _gives_nothing(call: fx.Node) -> bool:
     return not call.target._schema.returns  # type: ignore[union-attr]
 
 
-def _copied(module: fx.GraphModule) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
-    graph = fx.Graph()
-    env: dict[fx.Node, fx.Node] = {}
-    for node in module.graph.nodes:
-        env[node] = graph.node_copy(node, env.__getitem__)
-        env[node].meta = dict(node.meta)
-    return graph, env
-
-
 def rewrite(rewritten: Rewritten, num_forward_outputs: int) -> InPlace:
     """Write over dead operands in a copy of a planned joint graph.
 
     It comes before the graph is cut, because it may give other nodes to what the forward saves.
     """
-    graph, env = _copied(rewritten.module)
+    env: dict[fx.Node, fx.Node] = {}
+    module = copy_module(rewritten.module, env)
+    graph = module.graph
     results: Sequence[Any] = graph.output_node().args[0]  # type: ignore[assignment]
     saved = [env[n] for n in rewritten.saved]
     ends = [n for n in results[:num_forward_outputs] if isinstance(n, fx.Node)]
@@ -183,7 +176,7 @@ def rewrite(rewritten: Rewritten, num_forward_outputs: int) -> InPlace:
             writer.write(node, owner)
     if not writer.pairs:
         return InPlace(rewritten, ())
-    module = module_of(rewritten.module, graph)
+    module.recompile()
     module.meta = dict(rewritten.module.meta)
     now = tuple(writer.replacements.get(n, n) for n in saved)
     new = replace(rewritten, module=module, saved=now)

@@ -265,7 +265,7 @@ def _forward_closure(
     return computed_from([*outputs, *kept])
 
 
-def _backward_closure(graph: fx.Graph) -> set[fx.Node]:
+def backward_closure(graph: fx.Graph) -> set[fx.Node]:
     """Nodes that depend on a tangent, or whose tag puts them into the backward."""
     reached: set[fx.Node] = set()
     for node in graph.nodes:
@@ -302,7 +302,7 @@ def read_joint_graph(module: fx.GraphModule, num_fwd_outputs: int) -> JointGraph
     results = tuple(output.args[0])  # type: ignore[arg-type]
     descriptions = list(output.meta.get("desc") or [])
     forward = _nodes(results[:num_fwd_outputs])
-    in_backward = _backward_closure(graph)
+    in_backward = backward_closure(graph)
     early = [n for n in forward if n not in in_backward]
     in_forward = _forward_closure(early, graph, in_backward)
     role: dict[fx.Node, Role] = {}

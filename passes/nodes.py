@@ -83,11 +83,17 @@ def add_call(
     return node
 
 
-def laid_out_like(old: fx.Node, new: fx.Node, add: Callable[..., fx.Node]) -> fx.Node:
-    """``new``, or a copy of it whose dimensions lie in memory in the order of those of ``old``.
+def adder(graph: fx.Graph, like: fx.Node) -> Add:
+    """It adds calls at the graph's point of insertion, all of them described like one node."""
 
-    ``add(operator, *args, **kwargs)`` puts a call in.
-    """
+    def add(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        return add_call(graph, target, args, like, **kwargs)
+
+    return add
+
+
+def laid_out_like(old: fx.Node, new: fx.Node, add: Add) -> fx.Node:
+    """``new``, or a copy of it whose dimensions lie in memory in the order of those of ``old``."""
     if _strides(new) == _strides(old):
         return new
     strides = fake(old).stride()

@@ -16,12 +16,11 @@ from fxremat.passes.joint_graph import Role
 from fxremat.passes.materialisation import materialise
 from fxremat.passes.variants.chunks.rules import CHUNKED_CONVOLUTIONS, find
 from fxremat.passes.variants.insertion import find_sites, take
-from fxremat.passes.variants.rule import BACKWARD_STAND_IN
 from fxremat.passes.variants.table import RULES
 from fxremat.runtime.chunks.operator import ROWS
 from tests.conftest import Golden
 from tests.end_to_end import compiled_by_fxremat, least, measured, observed
-from tests.graphs import Net, joint_of_model, run_joint
+from tests.graphs import Net, joint_of_model
 from tests.images import WIDTH, images
 from tests.row_sites import assert_close, check, in_double, names_of, taken, trace
 from tests.slowness import slow_but
@@ -201,31 +200,12 @@ def test_dropout_is_not_drawn_again() -> None:
             assert_close(one, other, 2e-5)
 
 
-def test_each_half_reads_its_own() -> None:
-    """As the planner takes a form: what is computed twice has a reader in either half."""
-    x = images(7, 3, 6, 6).detach().double()
-    joint = joint_of_model(net(two_stages).double(), x, fused=True)
-    torch.manual_seed(0)
-    values = [node.meta["val"] for node in (*joint.primals, *joint.tangents)]
-    inputs = [torch.rand(v.shape).to(v.dtype) for v in values]
-    best = run_joint(joint, [x.clone() for x in inputs])
-    for site in find(joint, RULE.name):
-        taken = take(joint, [site])
-        twice = [n for n in taken.module.graph.nodes if BACKWARD_STAND_IN in n.meta]
-        assert bool(twice) == ("convolution twice" in site.name)  # the second has no such value
-        for one in twice:
-            assert one.users
-            assert one.meta[BACKWARD_STAND_IN].users
-        for new, old in zip(run_joint(taken, [x.clone() for x in inputs]), best, strict=True):
-            assert_close(new, old, 1e-10)
-
-
 def test_bfloat16() -> None:
     """Statistics are of 32 bits, as without."""
     model = net(two_stages).bfloat16()
     x = images(32, 3, 6, 6).detach().bfloat16()
     seen, float64 = trace(model, (x,)), trace(copy.deepcopy(model).double(), (x.double(),))
-    site = next(s for s in sites(RULE, seen.joint) if "twice" in s.name)
+    site = next(s for s in sites(RULE, seen.joint) if "again" in s.name)
     all_values = (
         seen.values(taken(seen.joint, site)),
         seen.values(seen.joint),
@@ -259,7 +239,7 @@ def test_channels_last() -> None:
 
 def test_graph_of_chunked_convolutions(golden: Golden) -> None:
     joint = joint_of_model(net(two_stages), images(9, 3, 6, 6).detach(), fused=True)
-    site = next(s for s in find(joint, RULE.name) if "twice" in s.name)
+    site = next(s for s in find(joint, RULE.name) if "again" in s.name)
     taken = take(joint, [site])
     golden(f"before\n\n{joint.module.graph}\n\nafter\n\n{taken.module.graph}\n")
 
@@ -304,7 +284,7 @@ def test_gradients_that_are_made_of_less_are_not_written() -> None:
     joint = joint_of_model(Pictures(), torch.randn(16, 3, 32, 32), fused=True)
     rules = [rule for rule in RULES if rule.name in (RULE.name, "pool_gradient", "sign_masks")]
     sites = [s for s in find_sites(joint, rules) if "chunked" not in s.name]
-    sites += [s for s in find_sites(joint, rules) if s.name.endswith("convolution twice 1")]
+    sites += [s for s in find_sites(joint, rules) if s.name.endswith("convolution late 1")]
     taken = take(joint, sites)
     found = materialise(taken, fused=True)
     assert found.inlined

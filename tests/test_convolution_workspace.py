@@ -68,7 +68,7 @@ def test_every_form_gives_what_the_call_gives(
     model = nn.Conv2d(4, 6, 3, stride=2, padding=1, groups=2, dtype=dtype)
     x = torch.randn(7, 4, 9, 8, dtype=dtype)
     x = x.contiguous(memory_format=torch.channels_last) if last else x
-    assert assert_each_is_the_same(joint_of(model, x), tolerance) == 6
+    assert assert_each_is_the_same(joint_of(model, x), tolerance) == 4
 
 
 @examples(25)
@@ -88,7 +88,7 @@ def test_any_convolution(
     )  # fmt: skip
     joint = joint_of(model, torch.randn(images, 2, *[size] * axes, dtype=torch.float64))
     parts = {-(-images // n) for n in IMAGE_PARTS} - {images}
-    assert assert_each_is_the_same(joint, 1e-13) == (2 if transposed else 3) * len(parts)
+    assert assert_each_is_the_same(joint, 1e-13) == 2 * len(parts)
 
 
 def test_16_bit_gradients_of_many_parts_are_rounded_once() -> None:
@@ -107,7 +107,7 @@ def test_16_bit_gradients_of_many_parts_are_rounded_once() -> None:
 def test_what_needs_no_workspace_is_left_alone() -> None:
     joint = joint_of(nn.Conv2d(2, 2, 3), torch.randn(8, 2, 5, 5))
     assert insertion.find_sites(joint, RULES) == ()
-    assert len(insertion.find_sites(joint, RULES, much)) == 6
+    assert len(insertion.find_sites(joint, RULES, much)) == 4
     assert insertion.find_sites(joint, RULES, lambda call: 1) == ()
 
 
@@ -144,7 +144,7 @@ def test_parts_need_less_workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert parts < whole / 6
 
 
-@pytest.mark.parametrize("algorithm", convolutions.ALGORITHMS)
+@pytest.mark.parametrize("algorithm", ["", "deterministic", "native"])
 def test_flags_are_as_before(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cudnn, seen = torch.backends.cudnn, []
     before = (cudnn.enabled, cudnn.deterministic)

@@ -1,4 +1,4 @@
-"""Masks in bits and narrow indices: found where they are, and the same gradients bit for bit."""
+"""Masks in bits: found where they are, and the same gradients bit for bit."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.variants import (
     small_values,
 )
 
-MASKS, SIGNS, INDICES = RULES
+MASKS, SIGNS = RULES
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 
 
@@ -163,59 +163,15 @@ def test_channels_last() -> None:
     assert_exact(joint, *where)
 
 
-POOL = nn.Sequential(nn.Conv2d(1, 2, 3), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(18, 3))
-INDEXED: dict[str, Callable[..., Any]] = {
-    "topk": lambda x: x.sin().topk(3, -1)[0] * 2,
-    "sort": lambda x: (x.sin().sort(0)[0] * x).sum(),
-    "max": lambda x: x.sin().max(1)[0],
-    "argmax": lambda x: x.sin().gather(1, (x * 2).argmax(1, keepdim=True)),
-    "argmax of all": lambda x: x.sin().view(-1)[(x * 2).argmax().view(1)],
-    "remainder": lambda x: x.sin().view(-1)[((x * 9).long() % 30)],
-}
-
-
-@pytest.mark.parametrize("name", list(INDEXED))
-@pytest.mark.parametrize("fused", [True, False])
-def test_indices(name: str, fused: bool) -> None:
-    joint, where = found(INDICES, INDEXED[name], leaf(5, 6), fused=fused)
-    assert len(where) == 1
-    assert_exact(joint, *where)
-
-
-@pytest.mark.parametrize(("fused", "count"), [(True, 0), (False, 1)])
-def test_max_pooling_has_offsets_already(fused: bool, count: int) -> None:
-    joint, where = found(INDICES, POOL, torch.randn(2, 1, 8, 8), fused=fused)
-    assert len(where) == count
-    if where:
-        assert_exact(joint, *where)
-
-
-def test_indices_without_a_range_are_left() -> None:
-    def function(x: torch.Tensor) -> torch.Tensor:
-        return x.sin().view(-1)[(x * 5).long().abs().view(-1)]
-
-    _, where = found(INDICES, function, leaf(5, 6))
-    assert where == []
-
-
-@pytest.mark.parametrize("size", [128, 129, 256, 257])
-def test_the_largest_index_fits(size: int) -> None:
-    x = torch.arange(float(size)).expand(3, size).contiguous().requires_grad_()
-    joint, where = found(INDICES, lambda x: (x * 2).topk(size, 1)[0].sin(), x)
-    assert len(where) == 1
-    assert_exact(joint, *where)
-
-
 COMPILED: dict[str, Callable[..., Any]] = {
     "sign_masks": lambda x: F.relu(x.sin()),
     "packed_masks": lambda x: (x * 2).masked_fill(x > 0.2, 0.5),
-    "narrow_indices": INDEXED["argmax"],
 }
 
 
 @pytest.mark.parametrize(
     "rule",
-    [MASKS, *(pytest.param(rule, marks=pytest.mark.slow) for rule in (SIGNS, INDICES))],
+    [MASKS, pytest.param(SIGNS, marks=pytest.mark.slow)],
     ids=lambda rule: rule.name,
 )
 def test_through_inductor(rule: Rule) -> None:

@@ -79,12 +79,9 @@ def stand_ins(before: Draft, after: Draft) -> None:
 
 def taken_variant(one: InsertedVariant, *, lossy: bool) -> TakenVariant:
     """What the verifier is told of a variant: names alone."""
-    pairs = [(old.name, new.name) for old, new in one.stand_ins.items()]
-    for old, new in one.stand_ins.items():
-        if new in one.backward_stand_ins:
-            pairs.append((old.name, one.backward_stand_ins[new].name))
-    late = frozenset(new.name for new in (*one.backward_only, *one.backward_stand_ins.values()))
-    return TakenVariant(one.rule, one.name, tuple(pairs), lossy, late)
+    pairs = tuple((old.name, new.name) for old, new in one.stand_ins.items())
+    late = frozenset(new.name for new in one.backward_only)
+    return TakenVariant(one.rule, one.name, pairs, lossy, late)
 
 
 @_of_both

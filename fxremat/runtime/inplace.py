@@ -6,8 +6,7 @@
 ``acc`` may have any shape with as many elements: the product has theirs, in the same order. Memory
 is taken for no result; where a pass of the compiler has laid ``acc`` out otherwise, for a while.
 
-`IN_PLACE` says of a call which other call writes the same result over its first argument. Authors
-of custom operators enter theirs with `declare_in_place`.
+`IN_PLACE` says of a call which other call writes the same result over its first argument.
 """
 
 from __future__ import annotations
@@ -50,20 +49,3 @@ IN_PLACE: dict[OpOverload, OpOverload] = {
     torch.ops.aten.index_put.default: torch.ops.aten.index_put_.default,
 }
 """Call -> the call with the same arguments that writes its result over the first of them."""
-
-
-def declare_in_place(op: OpOverload, in_place: OpOverload) -> None:
-    """From now on `in_place` may stand for `op` where its first argument is not needed any more.
-
-    Both take the same arguments; ``op`` returns one tensor with sizes, strides and dtype of the
-    first, and ``in_place`` changes nothing but the first. ValueError where their schemas say
-    otherwise.
-    """
-    old, new = op._schema, in_place._schema
-    names = [[argument.name for argument in schema.arguments] for schema in (old, new)]
-    writes = [bool(a.alias_info and a.alias_info.is_write) for a in new.arguments]
-    if names[0] != names[1] or len(old.returns) != 1 or old.is_mutable:
-        raise ValueError(f"{in_place} has to take what {op} takes, which returns one tensor")
-    if not writes or writes != [True] + [False] * (len(writes) - 1):
-        raise ValueError(f"{in_place} has to change its first argument, and no other")
-    IN_PLACE[op] = in_place

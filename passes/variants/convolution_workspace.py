@@ -3,8 +3,8 @@
     x, w ── convolution ── y                        before: workspace for all images
     x, w ── convolution of n images at a time ── y  after: for n of them
 
-Each site is a call in one of these forms, or a backward's two gradients one after the other, each
-in parts; the operators are those of `fxremat.runtime.chunks.convolutions`. MONeT (arXiv 2010.14501)
+Each site is a call in one of these forms; the operators are those of
+`fxremat.runtime.chunks.convolutions`. MONeT (arXiv 2010.14501)
 chooses among all of cuDNN's algorithms by time and workspace. torch lets nobody name one, so the
 choice is among parts of the batch, and on CUDA among the algorithms that cuDNN's flags ask for; the
 workspace of every one is measured.
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import fx
@@ -24,7 +24,6 @@ from fxremat.core.constants import IMAGE_PARTS
 from fxremat.passes.joint_graph import JointGraph
 from fxremat.passes.nodes import add_call, fake
 from fxremat.passes.variants.rule import Rule, Site, StandIns
-from fxremat.passes.variants.split_gradients import read_backward
 from fxremat.runtime.chunks import convolutions
 
 _FORWARD = torch.ops.aten.convolution.default
@@ -81,15 +80,10 @@ def _find(joint: JointGraph) -> Iterator[Site]:
     for node in joint.module.graph.nodes:
         if node.target not in (_FORWARD, _BACKWARD) or not _is_known(node):
             continue
-        name, backward = f"convolution_workspace:{node.name}", read_backward(node)
         for images, algorithm in _ways(node):
             form = _InLess(node, images, algorithm)
-            way = algorithm or f"{images}_images"
-            yield Site("convolution_workspace", f"{name}:{way}", form.insert, spares=node)
-            if backward is not None and not algorithm:
-                split = replace(backward, images=images)
-                one = f"{name}:split_{way}"
-                yield Site("convolution_workspace", one, split.insert, spares=node)
+            name = f"convolution_workspace:{node.name}:{algorithm or f'{images}_images'}"
+            yield Site("convolution_workspace", name, form.insert, spares=node)
 
 
 RULES = (

@@ -32,20 +32,13 @@ import torch
 from torch import fx
 
 from fxremat.passes.joint_graph import JointGraph, Role, is_tensor, is_view, root
-from fxremat.passes.nodes import Add, add_call, fake
+from fxremat.passes.nodes import Add, fake
 from fxremat.passes.variants.rule import Rule, Site, StandIns
+from fxremat.passes.variants.saved_values import Inserter
 
 _ATEN = torch.ops.aten
 Step = tuple[fx.Node, Any, fx.Node]
 """A node, and the call that gives it: the one behind it and an operand of the forward."""
-
-
-def _adder(graph: fx.Graph, before: fx.Node) -> Add:
-    def add(target: Any, *args: Any) -> fx.Node:
-        with graph.inserting_before(before):
-            return add_call(graph, target, args, before)
-
-    return add
 
 
 def _late_readers(joint: JointGraph, node: fx.Node) -> list[fx.Node]:
@@ -98,8 +91,9 @@ class _Norm:
     activated: tuple[tuple[fx.Node, Rebuild], ...] = ()
 
     def insert(self, graph: fx.Graph, where: Mapping[fx.Node, fx.Node]) -> StandIns:
-        add = _adder(graph, where[self.first_reader])
-        current, found = where[self.output], dict[fx.Node, fx.Node]()
+        output, reader = where[self.output], where[self.first_reader]
+        add = Inserter(graph, output, reader, reader).late
+        current, found = output, dict[fx.Node, fx.Node]()
         for old, make in self.activated:
             found[where[old]] = make(add, current)
         if self.leaky is not None:
@@ -212,7 +206,8 @@ class _Activation:
     rebuild: tuple[tuple[fx.Node, Rebuild], ...]
 
     def insert(self, graph: fx.Graph, where: Mapping[fx.Node, fx.Node]) -> StandIns:
-        add, output = _adder(graph, where[self.first_reader]), where[self.output]
+        output, reader = where[self.output], where[self.first_reader]
+        add = Inserter(graph, output, reader, reader).late
         return {where[old]: make(add, output) for old, make in self.rebuild}
 
 

@@ -5,8 +5,8 @@
     the graph                       inserted                        taken
 
 A reader reads the stand-in in place of the old node, unless the stand-in is computed from that
-reader. A stand-in of the backward is read in the backward alone. The backward may have a stand-in
-of its own. Nodes that nobody needs once variants are taken are removed.
+reader. A stand-in of the backward is read in the backward alone. Nodes that nobody needs once
+variants are taken are removed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from fxremat.passes.joint_graph import (
     read_joint_graph,
 )
 from fxremat.passes.nodes import Ancestry
-from fxremat.passes.variants.rule import BACKWARD_STAND_IN, Rule, Site
+from fxremat.passes.variants.rule import Rule, Site
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,6 @@ class InsertedVariant:
     """Everything that each stand-in is computed from."""
     backward_only: frozenset[fx.Node]
     """Stand-ins that only the backward reads."""
-    backward_stand_ins: Mapping[fx.Node, fx.Node]
-    """What the backward reads in place of stand-ins that are computed once more for it."""
     forward_readers: frozenset[fx.Node]
     """Old readers that run in the forward."""
 
@@ -58,13 +56,11 @@ class InsertedVariant:
 
     def read_by(self, reader: fx.Node, source: fx.Node) -> fx.Node:
         """What ``reader`` reads in place of ``source``."""
-        new, is_early = self.stand_ins.get(source), reader in self.forward_readers
-        if new is not None and not is_early:
-            new = self.backward_stand_ins.get(new, new)
+        new = self.stand_ins.get(source)
         if (
             new is None
             or reader in self.computed_from[new]
-            or (new in self.backward_only and is_early)
+            or (new in self.backward_only and reader in self.forward_readers)
         ):
             return source
         return new
@@ -79,9 +75,7 @@ class InsertedVariant:
     def result(self, old: fx.Node, of_forward: bool) -> fx.Node:
         """What the graph returns in place of ``old``; the forward's has to be there by its end."""
         new = self.stand_ins.get(old, old)
-        if of_forward:
-            return old if new in self.backward_only else new
-        return self.backward_stand_ins.get(new, new)
+        return old if of_forward and new in self.backward_only else new
 
     def root_of_result(self, old: fx.Node, of_forward: bool) -> fx.Node:
         """The node that owns the storage which the graph returns in place of that of ``old``."""
@@ -223,15 +217,7 @@ class _Inserting:
         nodes = tuple(node for node in self.graph.nodes if node not in self.known)
         self.known.update(nodes)
         self.ancestry.add(nodes)
-        backward_stand_ins = {
-            new: new.meta[BACKWARD_STAND_IN]
-            for new in stand_ins.values()
-            if BACKWARD_STAND_IN in new.meta
-        }
-        computed_from = {
-            new: self.ancestry.of(new)
-            for new in (*stand_ins.values(), *backward_stand_ins.values())
-        }
+        computed_from = {new: self.ancestry.of(new) for new in stand_ins.values()}
         returned = {stand_ins[old] for old in self.forward_results if old in stand_ins}
         rebuilt = {
             new for old, new in stand_ins.items() if site.backward_only or old in computed_from[new]
@@ -253,7 +239,6 @@ class _Inserting:
                 for new in stand_ins.values()
                 if role[new] is not Role.FORWARD or (site.backward_only and new in rebuilt)
             ),
-            backward_stand_ins=backward_stand_ins,
             forward_readers=frozenset(
                 reader for old in stand_ins for reader in old.users if role[reader] is Role.FORWARD
             ),

@@ -127,7 +127,7 @@ def _codes_of_4(add: Add, packed: fx.Node) -> fx.Node:
 def through_blocks(inserter: Inserter, value: fx.Node, *, width: int) -> fx.Node:
     """The value from codes of ``width`` bits, with a step and a least value for each block."""
     ordered = by_memory(inserter.early, value)
-    codes, scales = inserter.items(quantised.quantised, ordered, width, seed_of(value))
+    codes, scales = inserter.pair(quantised.quantised, ordered, width, seed_of(value))
     add = inserter.late
     step, least = (_column(add, add(_ATEN.select.int, scales, 0, row)) for row in (0, 1))
     found = _codes_of_4(add, codes) if width == 4 else codes
@@ -137,7 +137,7 @@ def through_blocks(inserter: Inserter, value: fx.Node, *, width: int) -> fx.Node
 
 
 def through_fp8(inserter: Inserter, value: fx.Node) -> fx.Node:
-    codes, scales = inserter.items(quantised.as_fp8, by_memory(inserter.early, value))
+    codes, scales = inserter.pair(quantised.as_fp8, by_memory(inserter.early, value))
     add = inserter.late
     exact = as_dtype(add, codes, fake(scales).dtype)
     return _finished(add, add(_ATEN.mul.Tensor, exact, _column(add, scales)), value)
@@ -189,7 +189,7 @@ class _WeightGradient:
         product, saved, late = (where[n] for n in (self.product, self.saved, self.late))
         rows = max(1, round(part * fake(saved).shape[0]))
         inserter = Inserter(graph, saved, product, product)
-        small, salt = inserter.items(quantised.sketch, saved, rows, seed_of(saved))
+        small, salt = inserter.pair(quantised.sketch, saved, rows, seed_of(saved))
         add = inserter.late
         if self.is_left:  # saved.T @ late
             other = add(quantised.sketch_again, late, rows, salt)

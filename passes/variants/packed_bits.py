@@ -1,10 +1,10 @@
-"""Masks and indices in as few bits as they need: exact, and the same gradients bit for bit.
+"""Masks in bits: exact, and the same gradients bit for bit.
 
-**Masks.** A bool takes a byte; eight fit into one. A mask that the forward makes and the backward
-reads is packed behind where it is made, and unpacked before its first reader (`packed_masks`).
-Where the backward *computes* a mask from floats of the forward, the comparison is done in the
-forward as well and its bits are kept in place of the floats (`sign_masks`): the binarised ReLU of
-Gist (Jain et al. 2018, section 4.1).
+A bool takes a byte; eight fit into one. A mask that the forward makes and the backward reads is
+packed behind where it is made, and unpacked before its first reader (`packed_masks`). Where the
+backward *computes* a mask from floats of the forward, the comparison is done in the forward as well
+and its bits are kept in place of the floats (`sign_masks`): the binarised ReLU of Gist (Jain et al.
+2018, section 4.1).
 
     relu ── ... (forward)                relu ── le' ── pack ── bits        (forward)
     relu ── le ── where (backward)       bits ── unpack ── le'' ── where    (backward)
@@ -13,15 +13,11 @@ Byte ``j`` of the packed mask holds the elements ``j``, ``j + m``, ... ``j + 7 m
 dimension of size ``8 m``, and not eight neighbours: so a loop over the other dimensions reads and
 writes whole vectors. Both directions are plain calls on 32-bit numbers, which Inductor makes part
 of the loops around them, as vectors on the CPU too.
-
-**Indices** (`narrow_indices`). Results of argmax, topk, sort and the like are int64, and lie below
-the size of a dimension. Where that is provable they are kept in 8, 16 or 32 bits.
 """
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -32,11 +28,10 @@ from torch import fx
 from fxremat.core.constants import LOOSE_PACKING
 from fxremat.passes.joint_graph import JointGraph, Role, is_repeatable, is_tensor, is_view
 from fxremat.passes.materialisation import is_fusable
-from fxremat.passes.nodes import Add, arguments_of, fake, packet_of
+from fxremat.passes.nodes import Add, fake
 from fxremat.passes.variants.rule import Rule, Site, StandIns
 from fxremat.passes.variants.saved_values import (
     Inserter,
-    Saved,
     as_dtype,
     by_memory,
     counting,
@@ -48,7 +43,6 @@ from fxremat.passes.variants.saved_values import (
     positions,
     saved_values,
 )
-from fxremat.runtime.quantised import narrowed
 
 _ATEN = torch.ops.aten
 
@@ -127,14 +121,10 @@ def _through_bits(inserter: Inserter, mask: fx.Node) -> fx.Node:
     return unpack(inserter.late, pack(inserter.early, mask), fake(mask))
 
 
-def _site(rule: str, saved: Saved, decode: Callable[[Inserter, fx.Node], fx.Node]) -> Site:
-    insert = partial(saved.insert, decode=decode)
-    return Site(rule, f"{rule}:{saved.value.name}", insert, backward_only=True)
-
-
 def find_packed_masks(joint: JointGraph) -> Iterator[Site]:
     for saved in saved_values(joint, _is_mask):
-        yield _site("packed_masks", saved, _through_bits)
+        insert = partial(saved.insert, decode=_through_bits)
+        yield Site("packed_masks", f"packed_masks:{saved.value.name}", insert, backward_only=True)
 
 
 # --- masks that only the backward computes -----------------------------------------------
@@ -211,102 +201,7 @@ def find_sign_masks(joint: JointGraph) -> Iterator[Site]:
         yield Site("sign_masks", f"sign_masks:{mask.name}", comparison.insert)
 
 
-# --- indices -----------------------------------------------------------------------------
-
-Range = tuple[int, int]
-"""Least and largest value that an integer tensor can hold."""
-
-_NARROW = (torch.int8, torch.uint8, torch.int16, torch.int32)
-_ALONG = frozenset(
-    {_ATEN.sort, _ATEN.topk, _ATEN.max, _ATEN.min, _ATEN.kthvalue, _ATEN.mode, _ATEN.median}
-)
-"""Operators whose second result says where along a dimension the first was found."""
-_WHERE = frozenset({_ATEN.argmax, _ATEN.argmin, _ATEN.argsort})
-_POOLS = ((_ATEN.max_pool2d_with_indices, 2), (_ATEN.max_pool3d_with_indices, 3))
-"""Max-pools, each with the number of dimensions that an index counts through."""
-
-
-def _product(sizes: Sequence[object]) -> int | None:
-    """How many elements there are, where all sizes are numbers."""
-    known = [size for size in sizes if isinstance(size, int)]
-    return prod(known) if len(known) == len(sizes) else None
-
-
-def _extent(call: fx.Node) -> int | None:
-    """The size of the dimension that a call looks along; of all of them where it names none."""
-    shape = fake(call.all_input_nodes[0]).shape
-    dim = arguments_of(call).get("dim")
-    return _product([shape[dim]] if isinstance(dim, int) and len(shape) else shape)
-
-
-def _window(call: fx.Node) -> int | None:
-    """How many positions the indices of a max-pooling tell apart."""
-    dims = next(d for packet, d in _POOLS if packet is packet_of(call))
-    return _product(fake(call.all_input_nodes[0]).shape[-dims:])
-
-
-def _below(size: int | None) -> Range | None:
-    return None if size is None else (0, max(size - 1, 0))
-
-
-def range_of(node: fx.Node) -> Range | None:
-    """The provable range of an integer tensor, from shapes and constants; None for no such."""
-    if node.op != "call_function":
-        return None
-    packet = packet_of(node)
-    if is_view(node):
-        return range_of(node.all_input_nodes[0])
-    if node.target is operator.getitem and node.args[1] == 1:
-        call = node.all_input_nodes[0]
-        if packet_of(call) in _ALONG:
-            return _below(_extent(call))
-        return _below(_window(call)) if packet_of(call) in dict(_POOLS) else None
-    if packet in _WHERE:
-        return _below(_extent(node))
-    if packet is _ATEN.remainder and isinstance(node.args[1], int) and node.args[1] > 0:
-        return 0, node.args[1] - 1
-    return None
-
-
-def narrow_dtype(found: Range, wide: torch.dtype) -> torch.dtype | None:
-    """The narrowest integer type that holds a range; None if it is no narrower than ``wide``."""
-    for dtype in _NARROW:
-        limits = torch.iinfo(dtype)
-        if limits.min <= found[0] and found[1] <= limits.max:
-            return dtype if dtype.itemsize < wide.itemsize else None
-    return None
-
-
-def _narrow_form(node: fx.Node) -> torch.dtype | None:
-    if fake(node).dtype not in (torch.int64, torch.int32):
-        return None
-    found = range_of(node)
-    return None if found is None else narrow_dtype(found, fake(node).dtype)
-
-
-def _has_narrow_form(node: fx.Node) -> bool:
-    return is_large(node) and _narrow_form(node) is not None
-
-
-def _through_narrow(inserter: Inserter, index: fx.Node) -> fx.Node:
-    dtype = _narrow_form(index)
-    assert dtype is not None, "found before"
-    narrow = inserter.early(narrowed, index, dtype)
-    return as_dtype(inserter.late, narrow, fake(index).dtype)
-
-
-def find_narrow_indices(joint: JointGraph) -> Iterator[Site]:
-    for saved in saved_values(joint, _has_narrow_form):
-        yield _site("narrow_indices", saved, _through_narrow)
-
-
 RULES: tuple[Rule, ...] = (
     Rule("packed_masks", "masks saved for the backward in one bit an element", find_packed_masks),
     Rule("sign_masks", "comparisons of the backward done early, one bit saved", find_sign_masks),
-    Rule(
-        "narrow_indices",
-        "indices saved in 8 to 32 bits where they fit",
-        find_narrow_indices,
-        by_default=False,  # results/rules.json: no bytes, no time beside the others
-    ),
 )

@@ -31,7 +31,7 @@ from torch import fx
 from fxremat.compat.sizes import size_bound
 from fxremat.passes.joint_graph import STORED, JointGraph, is_view, root
 from fxremat.passes.materialisation import MOST_INLINED_OPS
-from fxremat.passes.nodes import add_call, fake
+from fxremat.passes.nodes import adder, fake
 from fxremat.passes.variants.rule import Rule, Site, StandIns
 
 _ATEN, _PRIMS = torch.ops.aten, torch.ops.prims
@@ -143,10 +143,7 @@ def _is_real(
 def _gather(
     graph: fx.Graph, pool: _Pool, offsets: fx.Node, gradients: fx.Node, like: fx.Node
 ) -> fx.Node:
-    device = fake(offsets).device
-
-    def call(target: object, *args: object, **kwargs: object) -> fx.Node:
-        return add_call(graph, target, args, like, **kwargs)
+    device, call = fake(offsets).device, adder(graph, like)
 
     def windows(axis: _Axis, column: bool) -> Iterator[tuple[fx.Node, fx.Node, fx.Node | None]]:
         """Of each window, first to last: its place, what its offset is, whether there is one.

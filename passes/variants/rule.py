@@ -8,10 +8,6 @@ may be read in place of an old one.
     h ── gelu ── y ── ...   h ── other ── y'      after `insert`, which returns {y: y'}
 
 Sites that name the same old node exclude one another: at most one of them is taken.
-
-A value that both forward and backward read may be computed once for each. Then the stand-in of the
-forward has the other one in its meta, as `BACKWARD_STAND_IN`. Nothing that the forward saves is
-ever written over; the second stand-in is not saved, so its last reader can write over it.
 """
 
 from __future__ import annotations
@@ -24,8 +20,6 @@ from torch import fx
 from fxremat.passes.joint_graph import JointGraph
 
 StandIns = dict[fx.Node, fx.Node]
-BACKWARD_STAND_IN = "fxremat_backward_stand_in"
-"""In the meta of a stand-in: the node that the backward reads in place of it."""
 
 
 @dataclass(frozen=True)

@@ -71,9 +71,10 @@ class Inserter:
         with self.graph.inserting_before(self.before):
             return add_call(self.graph, target, args, self.like, **kwargs)
 
-    def items(self, target: Any, *args: Any, count: int = 2) -> list[fx.Node]:
+    def pair(self, target: Any, *args: Any) -> list[fx.Node]:
+        """The two results of a call behind the value."""
         call = self.early(target, *args)
-        return [self.early(operator.getitem, call, index) for index in range(count)]
+        return [self.early(operator.getitem, call, index) for index in range(2)]
 
 
 def order_of(tensor: torch.Tensor) -> tuple[int, ...] | None:

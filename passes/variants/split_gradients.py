@@ -24,9 +24,8 @@ import torch
 from torch import fx
 
 from fxremat.passes.joint_graph import JointGraph
-from fxremat.passes.nodes import add_call, fake, laid_out_like
+from fxremat.passes.nodes import add_call, adder, fake, laid_out_like
 from fxremat.passes.variants.rule import Rule, Site, StandIns
-from fxremat.runtime.chunks import convolutions
 
 
 def _numbers(values: Any) -> list[int]:
@@ -58,44 +57,33 @@ _INPUT, _WEIGHT, _BIAS = range(3)
 
 
 @dataclass(frozen=True)
-class Backward:
-    """A call of convolution_backward and its results that are used, by their place.
-
-    With ``images`` either gradient is computed of so many images at a time.
-    """
+class _Backward:
+    """A call of convolution_backward and its results that are used, by their place."""
 
     node: fx.Node
     results: Mapping[int, fx.Node]
-    images: int | None = None
 
     def insert(self, graph: fx.Graph, copies: Mapping[fx.Node, fx.Node]) -> StandIns:
         old = copies[self.node]
-        both_of, one_of = _CONVOLUTION_BACKWARD, _CONVOLUTION
-        how_many: tuple[Any, ...] = ()
-        if self.images is not None:
-            both_of, one_of = convolutions.CONVOLUTION_BACKWARD, convolutions.CONVOLUTION
-            how_many = (self.images, "")
         results = {place: copies[result] for place, result in self.results.items()}
         gradient, given, weight, bias, *how, mask = old.args
         assert isinstance(mask, Sequence)
         found: StandIns = {}
         with graph.inserting_before(old.next):
             wanted = [False, *mask[1:]]
-            both = (gradient, given, weight, bias, *how, wanted, *how_many)
-            call = add_call(graph, both_of, both, old)
+            both = (gradient, given, weight, bias, *how, wanted)
+            call = add_call(graph, _CONVOLUTION_BACKWARD, both, old)
             for place in (_WEIGHT, _BIAS):
                 if place in results:
                     item = add_call(graph, operator.getitem, (call, place), results[place])
                     found[results[place]] = item
-            transposed = (gradient, weight, None, *of_input(self.node), *how_many)
-            made = add_call(graph, one_of, transposed, old)
-            found[results[_INPUT]] = laid_out_like(
-                results[_INPUT], made, lambda op, *x, **how: add_call(graph, op, x, old, **how)
-            )
+            transposed = (gradient, weight, None, *of_input(self.node))
+            made = add_call(graph, _CONVOLUTION, transposed, old)
+            found[results[_INPUT]] = laid_out_like(results[_INPUT], made, adder(graph, old))
         return found
 
 
-def read_backward(node: fx.Node) -> Backward | None:
+def _read_backward(node: fx.Node) -> _Backward | None:
     """The call, if it computes the gradients of both input and weight of a plain convolution."""
     if node.target is not _CONVOLUTION_BACKWARD:
         return None
@@ -106,7 +94,7 @@ def read_backward(node: fx.Node) -> Backward | None:
         return None
     if not {_INPUT, _WEIGHT} <= results.keys() or not _has_numbers(node):
         return None
-    return Backward(node, {int(place): u for place, u in results.items()})  # type: ignore[arg-type]
+    return _Backward(node, {int(place): u for place, u in results.items()})  # type: ignore[arg-type]
 
 
 def _has_numbers(node: fx.Node) -> bool:
@@ -116,7 +104,7 @@ def _has_numbers(node: fx.Node) -> bool:
 
 def _find(joint: JointGraph) -> Iterator[Site]:
     for node in joint.module.graph.nodes:
-        found = read_backward(node)
+        found = _read_backward(node)
         if found is not None:
             yield Site("split_gradients", f"split_gradients:{node.name}", found.insert)
 

@@ -42,10 +42,9 @@ def check_sites(seen: Traced, sites: Sequence[Site]) -> None:
     offered = insertion.insert_all(seen.joint, sites)
     old_of = {node.name: node for node in seen.joint.module.graph.nodes}
     pairs = [
-        (form.rule, old_of[old.name], one)
+        (form.rule, old_of[old.name], new)
         for form in offered.inserted
         for old, new in form.stand_ins.items()
-        for one in dict.fromkeys((new, form.backward_stand_ins.get(new, new)))
         if isinstance(new.meta["val"], torch.Tensor) and form.rule not in UNBOUNDED
     ]
     rules, old, new = zip(*pairs, strict=True) if pairs else ((), (), ())

@@ -25,8 +25,6 @@ from fxremat.runtime.chunks.call import pieces
 from fxremat.runtime.kernels import Inside, LibraryCall
 
 _ATEN = torch.ops.aten
-ALGORITHMS = ("", "deterministic", "native")
-"""Which algorithm a call takes: that which it takes anyway, or one that cuDNN's flags ask for."""
 
 
 @contextmanager

@@ -29,7 +29,7 @@ import torch
 from torch import fx
 
 from fxremat.passes.joint_graph import JointGraph
-from fxremat.passes.nodes import Add, add_call, fake, shape_of
+from fxremat.passes.nodes import Add, adder, fake, shape_of
 from fxremat.passes.variants.attention.bias import Bias, Heads, Rows, plan_bias, where
 from fxremat.passes.variants.attention.layout import (
     Operand,
@@ -44,13 +44,6 @@ from fxremat.passes.variants.rule import Rule, Site, StandIns
 
 _ATEN = torch.ops.aten
 At = Callable[[fx.Node], fx.Node]
-
-
-def _adder(graph: fx.Graph, like: fx.Node) -> Add:
-    def add(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        return add_call(graph, target, args, like, **kwargs)
-
-    return add
 
 
 # --- one site ------------------------------------------------------------------------------------
@@ -75,7 +68,7 @@ class Fused:
         at, attention = copies.__getitem__, self.attention
         found: StandIns = {}
         with graph.inserting_before(at(attention.output.node)):
-            add = _adder(graph, at(attention.output.node))
+            add = adder(graph, at(attention.output.node))
             forward = self.forward(add, at)
             for name in ("output", "product"):
                 one = self.results[name]
@@ -86,7 +79,7 @@ class Fused:
         late = {at(node) for node in attention.late}
         first = next(node for node in graph.nodes if node in late)
         with graph.inserting_before(first):
-            add = _adder(graph, first)
+            add = adder(graph, first)
             for name, node in self.backward(add, at, forward).items():
                 found[at(self.results[name].node)] = self.results[name].insert(add, node)
         return found
@@ -190,7 +183,7 @@ def _try(joint: JointGraph, site: Fused) -> Fused | None:
         return inputs[node]
 
     attention = site.attention
-    add = _adder(graph, attention.output.node)
+    add = adder(graph, attention.output.node)
     try:
         forward = site.forward(add, at)
         made = {"output": forward.output}

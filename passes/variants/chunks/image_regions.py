@@ -16,74 +16,9 @@ computed twice, because what a normalisation's gradient adds up has to be known 
 
 from __future__ import annotations
 
-import operator
-from math import prod
-
-from torch import fx
-
-from fxremat.core.constants import MOST_NODES
 from fxremat.passes.joint_graph import JointGraph
 from fxremat.passes.nodes import packet_name, shape_of
-from fxremat.passes.variants.chunks.regions import (
-    CallsCache,
-    Region,
-    add_between,
-    avoided,
-    drop_unread_views,
-    kind_of_read,
-    nbytes,
-    readers,
-)
-
-INPUT = 0
-"""Which result of ``aten.convolution_backward`` is the gradient of the input."""
-
-
-def _is_convolution(node: fx.Node) -> bool:
-    if node.target is operator.getitem:
-        call, place = node.args
-        assert isinstance(call, fx.Node)
-        return packet_name(call) == "convolution_backward" and bool(place == INPUT)
-    return packet_name(node) == "convolution"
-
-
-def _grow(region: Region, seed: fx.Node) -> None:
-    """Big values over operands and readers; a convolution ends them in either direction."""
-    region.kinds[seed] = "row"
-    todo = [seed]
-    while todo and len(region.kinds) <= MOST_NODES:
-        node = todo.pop()
-        sources = [] if _is_convolution(node) else region.operands(node)
-        for source in sources:
-            other = source.node
-            is_new = source.kind == "row" and other not in region.kinds and region.is_big(other)
-            if is_new and region.calls(other, "row"):
-                region.kinds[other] = "row"
-                todo.append(other)
-        for reader in readers(node):
-            kind = kind_of_read(region, reader, node)
-            if kind is None or reader in region.kinds:
-                continue
-            region.kinds[reader] = kind
-            if kind == "row" and region.is_big(reader) and not _is_convolution(reader):
-                todo.append(reader)
-
-
-def _region(
-    joint: JointGraph, seed: fx.Node, position: dict[fx.Node, int], cache: CallsCache
-) -> Region | None:
-    shape = shape_of(seed)
-    if shape is None or shape[0] < 2:
-        return None
-    region = Region(joint, shape[0], prod(shape[1:]), {}, position, convolution=seed, _calls=cache)
-    if region.calls(seed, "row") is None:
-        return None
-    _grow(region, seed)
-    add_between(region)
-    drop_unread_views(region)
-    if len(region.kinds) > MOST_NODES or not avoided(region):
-        return None
-    return region
+from fxremat.passes.variants.chunks.regions import CallsCache, Region, grow, is_worth_it, nbytes
 
 
 def find_image_regions(joint: JointGraph) -> list[Region]:
@@ -98,7 +33,10 @@ def find_image_regions(joint: JointGraph) -> list[Region]:
         shape = shape_of(node)
         if packet_name(node) != "convolution" or shape is None or nbytes(node) < least:
             continue
-        region = _region(joint, node, position, cache.setdefault(shape[0], {}))
-        if region is not None and all(region.kinds != other.kinds for other in found):
+        if shape[0] < 2:
+            continue
+        known = cache.setdefault(shape[0], {})
+        region = grow(joint, node, shape[0], position, known, convolution=node)
+        if is_worth_it(region) and all(region.kinds != other.kinds for other in found):
             found.append(region)
     return found

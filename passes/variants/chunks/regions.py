@@ -22,7 +22,6 @@ import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Literal
 
 from torch import fx
 
@@ -62,8 +61,8 @@ class Region:
     position: dict[fx.Node, int]
     convolution: fx.Node | None = None
     """The convolution of a region of images (see `image_regions`)."""
-    half: Literal["both", "forward", "backward"] = "both"
-    """Which halves of the graph have loops."""
+    only_backward: bool = False
+    """Whether the forward has no loops: it stays as it is."""
     _calls: dict[tuple[fx.Node, Kind], Calls | None] = field(default_factory=dict)
 
     @property
@@ -94,6 +93,14 @@ class Region:
         row_shape = row_shape_of(node, self.rows)
         return row_shape is not None and prod(row_shape) * 2 >= self.width
 
+    def ends_at(self, node: fx.Node) -> bool:
+        """Whether a region of images goes no further: at a convolution, or an input's gradient."""
+        if not self.of_images or node.target is not operator.getitem:
+            return self.of_images and packet_name(node) == "convolution"
+        call, place = node.args
+        assert isinstance(call, fx.Node)
+        return packet_name(call) == "convolution_backward" and bool(place == 0)
+
     def is_view(self, node: fx.Node) -> bool:
         return packet_name(node) in VIEWS
 
@@ -103,24 +110,17 @@ class Region:
     def is_read_outside(self, node: fx.Node) -> bool:
         """Whether a node outside of the region reads this one from a loop."""
         outside = [reader for reader in readers(node) if reader not in self.kinds]
-        if self.half == "both" or self.kinds[node] == "sum" or not self.is_forward(node):
+        if not self.only_backward or not self.is_forward(node):
             return bool(outside)
-        # Of a value with rows there may be two, one in the forward and one for the backward.
-        early = [r for r in outside if self.is_forward(r) or r.op == "output"]
-        return bool(early) if self.half == "forward" else len(early) < len(outside)
+        return any(r.op != "output" and not self.is_forward(r) for r in outside)
 
     def is_forward(self, node: fx.Node) -> bool:
         return self.joint.role[node] is Role.FORWARD
 
-    def forward_half(self) -> Region:
-        """The region with loops in the forward only; its sums are read in the backward too."""
-        kinds = {n: k for n, k in self.kinds.items() if self.is_forward(n)}
-        return replace(self, kinds=kinds, half="forward")
-
     def backward_half(self) -> Region:
         """The region with loops in the backward only: they compute rows of the forward again."""
         kinds = {n: k for n, k in self.kinds.items() if k == "row" or not self.is_forward(n)}
-        return replace(self, kinds=kinds, half="backward")
+        return replace(self, kinds=kinds, only_backward=True)
 
     def read_outside(self) -> list[fx.Node]:
         """Nodes that somebody outside reads from a loop; of a view, what it looks into."""
@@ -147,7 +147,7 @@ class Region:
 # --- growing -----------------------------------------------------------------------------------
 
 
-def kind_of_read(region: Region, user: fx.Node, node: fx.Node) -> Kind | None:
+def _kind_of_read(region: Region, user: fx.Node, node: fx.Node) -> Kind | None:
     """The kind in which ``user`` reads the rows of ``node`` as they are."""
     kinds: tuple[Kind, ...] = ("row", "sum", "last")
     for kind in kinds:
@@ -162,21 +162,23 @@ def _grow(region: Region, seed: fx.Node) -> None:
     """Big values over operands and readers, and whatever reads one of them."""
     region.kinds[seed] = "row"
     todo = [seed]
-    while todo:
+    while todo and len(region.kinds) <= MOST_NODES:
         node = todo.pop()
-        near: list[tuple[fx.Node, Kind | None]] = []
-        if region.kinds[node] == "row":
-            near = [
-                (o.node, "row" if region.is_big(o.node) and region.calls(o.node, "row") else None)
-                for o in region.operands(node)
-                if o.kind == "row"
-            ]
-        near += [(user, kind_of_read(region, user, node)) for user in node.users]
-        for other, kind in near:
-            if kind is not None and other not in region.kinds:
-                region.kinds[other] = kind
-                if kind == "last" or (kind == "row" and region.is_big(other)):
-                    todo.append(other)
+        goes_back = region.kinds[node] == "row" and not region.ends_at(node)
+        read = [o.node for o in region.operands(node) if o.kind == "row"] if goes_back else []
+        for source in read:
+            is_new = source not in region.kinds and region.is_big(source)
+            if is_new and region.calls(source, "row"):
+                region.kinds[source] = "row"
+                todo.append(source)
+        for reader in readers(node):
+            kind = _kind_of_read(region, reader, node)
+            if kind is None or reader in region.kinds:
+                continue
+            region.kinds[reader] = kind
+            goes_on = region.is_big(reader) and not region.ends_at(reader)
+            if kind == "last" or (kind == "row" and goes_on):
+                todo.append(reader)
 
 
 def _add_transposes(region: Region) -> None:
@@ -201,7 +203,7 @@ def _may_lead(region: Region, start: fx.Node, node: fx.Node) -> bool:
     return region.calls(node, "row") is not None
 
 
-def add_between(region: Region) -> None:
+def _add_between(region: Region) -> None:
     """Narrow nodes on a way from the region back into it."""
     seen: set[fx.Node] = set()
     stack = [n for n, kind in region.kinds.items() if kind == "row" and not region.is_big(n)]
@@ -222,7 +224,7 @@ def _reads_as_it_is(region: Region, user: fx.Node, node: fx.Node) -> bool:
     return all(o.kind == "row" for o in region.operands(user) if o.node is node)
 
 
-def drop_unread_views(region: Region) -> None:
+def _drop_unread_views(region: Region) -> None:
     """Views that nobody in the region reads stay where they are."""
     for node in reversed(region.in_order()):
         if region.is_view(node) and not any(user in region.kinds for user in readers(node)):
@@ -233,20 +235,25 @@ CallsCache = dict[tuple[fx.Node, Kind], Calls | None]
 
 
 def grow(
-    joint: JointGraph, seed: fx.Node, rows: int, position: dict[fx.Node, int], cache: CallsCache
+    joint: JointGraph,
+    seed: fx.Node,
+    rows: int,
+    position: dict[fx.Node, int],
+    cache: CallsCache,
+    convolution: fx.Node | None = None,
 ) -> Region:
-    """The region around a big value; ``known`` is what was found out about the same rows."""
+    """The region around a big value; ``cache`` is what was found out about the same rows."""
     row_shape = row_shape_of(seed, rows)
     assert row_shape is not None
-    region = Region(joint, rows, prod(row_shape), {}, position, _calls=cache)
+    region = Region(joint, rows, prod(row_shape), {}, position, convolution, _calls=cache)
     if region.calls(seed, "row") is None:
         return region
     _grow(region, seed)
     if len(region.kinds) > MOST_NODES:
         return region
     _add_transposes(region)
-    add_between(region)
-    drop_unread_views(region)
+    _add_between(region)
+    _drop_unread_views(region)
     return region
 
 
@@ -326,14 +333,14 @@ def find_regions(
             continue
         regions = grower.around(seed)
         tried |= {seed, *(n for r in regions for n in r.kinds if r.is_big(n))}
-        fit = [r for r in regions if _is_worth_it(r) and wanted(r) and not taken & set(r.kinds)]
+        fit = [r for r in regions if is_worth_it(r) and wanted(r) and not taken & set(r.kinds)]
         if fit:
             found.append(max(fit, key=avoided))
             taken |= set(found[-1].kinds)
     return found
 
 
-def _is_worth_it(region: Region) -> bool:
+def is_worth_it(region: Region) -> bool:
     if len(region.kinds) > MOST_NODES:
         return False
     return region.width > 1 and avoided(region) > 0

@@ -9,9 +9,8 @@ Here each region gets its rule, and is offered in several forms, each with a few
 * *again*: one call for each loop; the backward computes a chunk of the forward again;
 * *at once*: the forward computes the gradients too, up to the factor that the backward brings (see
   `early_gradients`); nothing is computed twice;
-* *twice*, for images: what forward and backward both read is computed for each of them, so that the
-  last reader in the backward may write over it;
-* *late*, for images: the same for the backward, and the forward stays as it is.
+* *late*, for images: one call for each loop of the backward, which computes a chunk of the forward
+  again; the forward stays as it is, and nothing of it is saved.
 
 A loss leaves out the rows that add nothing to it (see `ignored_rows`). A result that is read
 outside of the region gets the shape and the strides of the old node, and stands in for it.
@@ -19,26 +18,34 @@ outside of the region gets the shape and the strides of the old node, and stands
 
 from __future__ import annotations
 
-import itertools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from functools import partial
-from math import ceil, prod
+from math import ceil
 
 import torch
 from torch import fx
 
 from fxremat.core.constants import CHUNK_PARTS, TILE_BYTES
 from fxremat.passes.joint_graph import JointGraph, Role
-from fxremat.passes.nodes import add_call, dtype_of, known_shape, last_of, packet_name
+from fxremat.passes.nodes import (
+    add_call,
+    adder,
+    dtype_of,
+    known_shape,
+    laid_out_like,
+    last_of,
+    packet_name,
+)
 from fxremat.passes.variants.chunks.calls import row_shape_of
 from fxremat.passes.variants.chunks.early_gradients import Factor, factor
 from fxremat.passes.variants.chunks.ignored_rows import IgnoredRows, ignored_rows
 from fxremat.passes.variants.chunks.image_regions import find_image_regions
 from fxremat.passes.variants.chunks.loops import Loop, Refused, plan_loops
 from fxremat.passes.variants.chunks.regions import Region, find_regions, levels
-from fxremat.passes.variants.rule import BACKWARD_STAND_IN, Rule, Site, StandIns
+from fxremat.passes.variants.rule import Rule, Site, StandIns
+from fxremat.passes.variants.saved_values import has_order
 from fxremat.runtime.chunks.operator import ROWS
 from fxremat.runtime.chunks.program import dump
 
@@ -124,7 +131,7 @@ class _Insertion:
     def after(self, nodes: list[fx.Node]) -> None:
         """Go on behind the last of ``nodes``, of inputs, and of the forward if that has no loop."""
         joint = self.region.joint
-        if self.region.half == "backward":
+        if self.region.only_backward:
             backward = (n for n in joint.module.graph.nodes if joint.role[n] is Role.BACKWARD)
             nodes = [*nodes, self.nodes[next(n for n in backward if n.op == "call_function")]]
         last = last_of(nodes, self.graph)
@@ -139,17 +146,16 @@ class _Insertion:
         return self.for_factor_one.get(node, self.nodes[node])
 
     def rows(self, node: fx.Node, is_dense: bool) -> fx.Node:
+        """A node as [rows, *row_shape], copied where no view is that, or none with dense rows."""
         given = self.input(node)
         row_shape = row_shape_of(node, self.region.rows)
         assert row_shape is not None
         shape = [self.region.rows, *row_shape]
-        tensor = given.meta["val"]
-        if list(tensor.shape) == shape and (not is_dense or _is_dense(tensor, 1)):
-            return given
-        if not _is_dense(tensor, 0 if is_dense else tensor.dim() - len(row_shape)):
+        seen = _seen_as(given.meta["val"], shape)
+        if seen is None or (is_dense and not seen[0].is_contiguous()):
             kwargs = {"memory_format": torch.contiguous_format}
             given = add_call(self.graph, _ATEN.clone.default, (given,), given, **kwargs)
-        if list(tensor.shape) == shape:
+        if list(given.meta["val"].shape) == shape:
             return given
         return add_call(self.graph, _ATEN.view.default, (given, shape), given)
 
@@ -196,19 +202,7 @@ class _Insertion:
         shape = known_shape(node)
         if tuple(made.meta["val"].shape) != shape:
             made = add_call(self.graph, _ATEN.view.default, (made, list(shape)), old)
-        return self.with_strides(made, old)
-
-    def with_strides(self, made: fx.Node, old: fx.Node) -> fx.Node:
-        """The same values with the strides of ``old``, whose memory is dense in some order."""
-        if made.meta["val"].stride() == old.meta["val"].stride():
-            return made
-        strides = old.meta["val"].stride()
-        order = sorted(range(len(strides)), key=lambda d: -strides[d])
-        back = sorted(range(len(order)), key=order.__getitem__)
-        kwargs = {"memory_format": torch.contiguous_format}
-        made = add_call(self.graph, _ATEN.permute.default, (made, order), old)
-        made = add_call(self.graph, _ATEN.clone.default, (made,), old, **kwargs)
-        return add_call(self.graph, _ATEN.permute.default, (made, back), old)
+        return laid_out_like(old, made, adder(self.graph, old))
 
     def scaled(self, node: fx.Node) -> fx.Node:
         """A multiple of the factor: the result for 1, times the factor."""
@@ -219,33 +213,12 @@ class _Insertion:
         return add_call(self.graph, _ATEN.mul.Tensor, (node, given), node)
 
 
-def _is_dense(tensor: torch.Tensor, front: int) -> bool:
-    """Whether ``front`` leading dimensions can be merged; all are contiguous for front = 0."""
-    if front == 0:
-        return tensor.is_contiguous()
-    if front == 1 and tensor.dim():
-        return all(
-            one == other
-            for one, other in zip(tensor.stride()[1:], _contiguous(tensor.shape)[1:], strict=True)
-        )
-    sizes, strides = tensor.shape[:front], tensor.stride()[:front]
-    kept = [(size, stride) for size, stride in zip(sizes, strides, strict=True) if size != 1]
-    pairs = itertools.pairwise(kept)
-    return all(stride == size * step for (_, stride), (size, step) in pairs)
-
-
-def _contiguous(shape: torch.Size) -> list[int]:
-    return [prod(shape[d + 1 :]) for d in range(len(shape))]
-
-
-def _keeps_strides(region: Region, nodes: list[fx.Node]) -> bool:
-    """Whether stand-ins can have the strides of all ``nodes``: dense memory, in any order."""
-    for node in nodes:
-        tensor = node.meta["val"]
-        order = sorted(range(tensor.dim()), key=lambda d: -tensor.stride()[d])
-        if not tensor.permute(order).is_contiguous():
-            return False
-    return True
+def _seen_as(tensor: torch.Tensor, shape: list[int]) -> torch.Tensor | None:
+    """A view of the tensor in this shape; None where it takes a copy."""
+    try:
+        return tensor.view(shape)
+    except (RuntimeError, ValueError):
+        return None
 
 
 # --- forms ---------------------------------------------------------------------------------------
@@ -261,13 +234,10 @@ class _Form:
     scale: Factor | None = None
 
     def site(self, rule: str, name: str) -> Site:
-        return Site(rule, name, self.insert, backward_only=self.region.half == "backward")
+        return Site(rule, name, self.insert, backward_only=self.region.only_backward)
 
     def insert(self, graph: fx.Graph, nodes: Mapping[fx.Node, fx.Node]) -> StandIns:
-        return self.insert_loops(_Insertion(graph, self.region, nodes, self.size, self.scale))
-
-    def insert_loops(self, one: _Insertion) -> StandIns:
-        nodes = one.nodes
+        one = _Insertion(graph, self.region, nodes, self.size, self.scale)
         found: StandIns = {}
         multiples: set[fx.Node] = set()
         if self.scale is not None:
@@ -299,48 +269,12 @@ def _loops(region: Region, scale: Factor | None = None) -> tuple[Loop, ...]:
     return loops
 
 
-@dataclass(frozen=True)
-class _BothHalves:
-    """The loops of the forward, and those of the backward."""
-
-    early: _Form
-    late: _Form
-
-    def site(self, rule: str, name: str) -> Site:
-        return Site(rule, name, self.insert)
-
-    def insert(self, graph: fx.Graph, nodes: Mapping[fx.Node, fx.Node]) -> StandIns:
-        """Put the calls in; of what both read, the second is said in the first."""
-        one = _Insertion(graph, self.early.region, nodes, self.early.size)
-        other = _Insertion(graph, self.late.region, nodes, self.late.size)
-        first = self.early.insert_loops(one)
-        sums = (n for n in one.made if self.early.region.kinds[n] == "sum")
-        other.made.update((n, one.made[n]) for n in sums)
-        second = self.late.insert_loops(other)
-        for old in first.keys() & second.keys():
-            first[old].meta[BACKWARD_STAND_IN] = second[old]
-        return second | first
-
-
-def _forms_of_images(region: Region) -> Iterator[tuple[str, _Form | _BothHalves]]:
-    parts = region.forward_half(), region.backward_half()
-    if not all(_keeps_strides(part, part.read_outside()) for part in parts):
-        return
-    early, late = (_loops(part) if part.read_outside() else () for part in parts)
-    for size in sizes(region):
-        of_backward = _Form(parts[1], late, size)
-        if late:
-            yield f"late {size.chunk}", of_backward
-        if early:
-            yield f"twice {size.chunk}", _BothHalves(_Form(parts[0], early, size), of_backward)
-
-
 _Way = Callable[[Sizes], _Form]
 
 
 def _way(region: Region, ignored: IgnoredRows | None, scale: Factor | None) -> _Way | None:
     """The loops of a region, which leave rows out if some are ``ignored``."""
-    if not _keeps_strides(region, region.read_outside()):
+    if not all(map(has_order, region.read_outside())):
         return None
     loops = _loops(region, scale)
     if ignored is not None and loops:
@@ -354,25 +288,26 @@ def _again(region: Region, ignored: IgnoredRows | None) -> _Way | None:
     return _way(region, ignored, None)
 
 
+def _late(region: Region, _: IgnoredRows | None) -> _Way | None:
+    half = region.backward_half()
+    return _way(half, None, None) if half.read_outside() else None
+
+
 def _at_once(region: Region, ignored: IgnoredRows | None) -> _Way | None:
     has_backward = any(region.joint.role[n] is Role.BACKWARD for n in region.kinds)
     scale = factor(region) if has_backward else None
     return None if scale is None else _way(region, ignored, scale)
 
 
-def forms(
-    region: Region, others: Set[fx.Node] = frozenset()
-) -> Iterator[tuple[str, _Form | _BothHalves]]:
+def forms(region: Region, others: Set[fx.Node] = frozenset()) -> Iterator[tuple[str, _Form]]:
     """The ways to compute a region, by name; it may grow, but not by ``others``."""
-    if region.of_images:
-        yield from _forms_of_images(region)
-        return
     regions: list[tuple[Region, IgnoredRows | None]] = [(region, None)]
     if rule_of(region) == "chunked_loss" and (ignored := ignored_rows(region, others)):
         regions.insert(0, (ignored.region, ignored))
+    other = ("late", _late) if region.of_images else ("at once", _at_once)
     ways = {
         name: next((made for one in regions if (made := way(*one))), None)
-        for name, way in (("again", _again), ("at once", _at_once))
+        for name, way in (("again", _again), other)
     }
     for size in sizes(region):
         for name, way in ways.items():
@@ -402,7 +337,7 @@ def find(joint: JointGraph, rule: str) -> list[Site]:
     for region in regions:
         for form, made in list(forms(region, claimed)):
             found.append(made.site(rule, f"{rule} {region.name} {form}"))
-            claimed |= set(made.region.kinds) if isinstance(made, _Form) else set()
+            claimed |= set(made.region.kinds)
     return found
 
 
