@@ -12,10 +12,10 @@ from fxremat.core.problem import Problem
 from fxremat.core.timeline import replay
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.options import SolverOptions
-from fxremat.planner.published.chains import block_options, rockmate, rotor
-from fxremat.planner.published.chains.block_options import BlockOptions, held_options, pareto, shape
+from fxremat.planner.published.chains import rockmate, rotor
+from fxremat.planner.published.chains.block_options import held_options, pareto
 from fxremat.planner.published.chains.chain import Block, Chain, NotAChain, find_chain
-from fxremat.planner.published.chains.chain_costs import BlockOption, option_cost, store_all
+from fxremat.planner.published.chains.chain_costs import option_cost, store_all
 from tests import brute, chains, strategies
 from tests.examples import examples
 
@@ -75,25 +75,6 @@ def test_any_problem_is_solved_or_refused(problem: Problem) -> None:
         assert check(problem, plan.steps, plan.peak_bytes).ok
 
 
-def test_equal_blocks_are_solved_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    chain = find_chain(chains.blocks(9))
-    solved: list[Block] = []
-    search = block_options.held_options
-
-    def count(chain: Chain, block: Block, deadline: Deadline) -> object:
-        solved.append(block)
-        return search(chain, block, deadline)
-
-    monkeypatch.setattr(block_options, "held_options", count)
-    options = BlockOptions(Deadline(None))
-    for block in chain.blocks:
-        options.of(chain, block)
-    assert len(solved) == len({shape(chain, block) for block in chain.blocks})
-    assert len(solved) <= len(chain.blocks) // 2
-    again = BlockOptions(Deadline(None)).of(chain, chain.blocks[-4])
-    assert options.of(chain, chain.blocks[-4]) == again
-
-
 def test_options_hold_less_for_more_time() -> None:
     chain = find_chain(chains.blocks(4))
     block = largest(chain)
@@ -104,15 +85,3 @@ def test_options_hold_less_for_more_time() -> None:
     assert costs[0].backward.time > costs[-1].backward.time
     everything = option_cost(chain, block, store_all(block))
     assert all(cost.backward.time >= everything.backward.time for cost in costs)
-
-
-def test_dominated_options_are_left_out() -> None:
-    """Making again what is held, too, saves nothing."""
-    chain = find_chain(chains.blocks(4))
-    block = largest(chain)
-    wasteful = BlockOption((*block.backward[:-1], block.forward[0], block.backward[-1]))
-    twice = BlockOption((block.forward[0], block.forward[0], *block.backward))
-    once = BlockOption((block.forward[0], *block.backward))
-    kept = pareto(chain, block, [store_all(block), wasteful, twice, once])
-    assert store_all(block) in kept
-    assert twice not in kept
