@@ -53,31 +53,6 @@ def test_no_schedule_within_the_budget_is_faster_than_the_bound(
         assert bound <= best[0] * (1 + 1e-9)
 
 
-def test_one_moment_drops_what_is_cheapest_for_its_bytes() -> None:
-    problem = growing_chain(4)
-    found = relaxation(problem, 51, 4)  # the first backward op: x, four results, its own
-    solution = found.solve(NO_LIMIT)
-    ((stage, held),) = found.held_in(solution)
-    assert stage == 4
-    assert len(held) == 4, "a0 to a3 less the cheapest one, and g3"
-    assert found.time_bound_us(solution) == pytest.approx(problem.base_time_us + 1.0)
-
-
-def test_a_budget_below_what_must_be_live_is_proven_to_be_too_small() -> None:
-    found = relaxation(growing_chain(4), 20, 4)
-    assert found.time_bound_us(found.solve(NO_LIMIT)) == math.inf
-
-
-def test_another_moment_never_lowers_the_bound() -> None:
-    problem = growing_chain(6)
-    bounds = []
-    for stages in ((6,), (6, 8), (5, 6, 7, 8, 9)):
-        found = relaxation(problem, 51, *stages)
-        bounds.append(found.time_bound_us(found.solve(NO_LIMIT)))
-    assert bounds == sorted(bounds)
-    assert bounds[0] > problem.base_time_us
-
-
 def test_bytes_of_runs_between_neighbouring_moments_count() -> None:
     """Without c the op "peak" fits, but c comes from a value that has no room beside w."""
     values = [Value("a", 1), Value("big", 50), Value("c", 10), Value("w", 30), Value("p", 0)]
@@ -120,13 +95,6 @@ def test_what_is_written_over_and_read_later_runs_again() -> None:
 
 
 # --- schedules -----------------------------------------------------------------------------------
-
-
-def test_what_is_not_held_is_computed_again_with_all_it_needs() -> None:
-    model = build_model(growing_chain(4))
-    names = [value.name for value in model.problem.values if value.name != "x"]
-    held = {4: {names.index("a0"), names.index("a3"), names.index("g3")}}
-    assert extra_runs_for(model, held) == [(1, 5), (2, 5)]
 
 
 @examples(40)

@@ -87,14 +87,6 @@ def test_every_solver_moves(solver: str) -> None:
     assert plan.time_us == problem.base_time_us
 
 
-def test_a_fast_link_leaves_nothing_to_recompute() -> None:
-    problem = chain_with_copies(12)
-    budget = replay(problem, problem.base_steps()).peak_bytes // 2
-    alone = planner.solve(replace(problem, copies=None), budget, "greedy")
-    assert alone.time_us > problem.base_time_us
-    assert solved(problem, budget).time_us == problem.base_time_us
-
-
 def test_no_bandwidth_gives_the_plan_without() -> None:
     problem = chain_with_copies(8, copies=Copies(0.0, 0.0))
     budget = replay(problem, problem.base_steps()).peak_bytes // 2
