@@ -28,12 +28,7 @@ QUICK: dict[str, Any] = {"executor": "aot_eager", "solver": "greedy", "variants"
 WORDS = 4000
 
 
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    scope.forget()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_budgets")
 
 
 @contextmanager
