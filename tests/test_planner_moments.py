@@ -177,25 +177,6 @@ def test_a_plan_near_enough_to_its_bound_is_not_worked_on(percent: int) -> None:
 # --- HiGHS ---------------------------------------------------------------------------------------
 
 
-def test_a_mip_is_solved_and_its_bound_holds() -> None:
-    milp = Milp()
-    columns = [milp.binary(cost) for cost in (-5.0, -4.0, -3.0)]
-    milp.row(zip(columns, (2.0, 3.0, 1.0), strict=True), high=5.0)
-    solution = milp.solve(NO_LIMIT)
-    assert solution.status is Status.OPTIMAL
-    assert [solution.chosen(column) for column in columns] == [True, True, False]
-    assert solution.objective == pytest.approx(-9.0)
-    assert milp.relaxed(NO_LIMIT).bound <= solution.bound <= solution.objective + 1e-9
-
-
-def test_no_solution_is_not_a_limit() -> None:
-    milp = Milp()
-    column = milp.binary()
-    milp.row([(column, 1.0)], low=2.0)
-    assert milp.solve(NO_LIMIT).status is Status.INFEASIBLE
-    assert milp.solve(NO_LIMIT).bound == math.inf
-
-
 def test_without_time_nothing_is_claimed() -> None:
     milp = Milp()
     columns = [milp.binary(-1.0 - k % 7) for k in range(60)]
@@ -204,14 +185,3 @@ def test_without_time_nothing_is_claimed() -> None:
     solution = milp.solve(Deadline(0.0))
     assert solution.status in (Status.UNDECIDED, Status.FEASIBLE)
     assert solution.bound <= milp.solve(NO_LIMIT, nodes=1).objective
-
-
-def test_solving_near_the_relaxation_keeps_its_bound() -> None:
-    milp = Milp()
-    columns = [milp.binary(cost) for cost in (-5.0, -4.0, -3.0)]
-    milp.row(zip(columns, (2.0, 3.0, 1.0), strict=True), high=4.0)
-    relaxed = milp.relaxed(NO_LIMIT)
-    near = milp.solve_near(relaxed, NO_LIMIT, nodes=10, gap=1e-6)
-    assert near.values is not None
-    assert relaxed.bound == near.bound <= near.objective
-    assert milp.high == [1.0, 1.0, 1.0]
