@@ -68,6 +68,14 @@ def test_a_slow_link_moves_nothing() -> None:
     assert plan.steps == ("f0", "f1", "f2", "f3", "loss", "b3", "f1", "b2", "b1", "b0")
 
 
+def test_a_link_of_middling_speed_moves_some_and_recomputes_some() -> None:
+    problem = net(12, rate=4.0)
+    plan = solved(problem, part_of(problem, 0.5))
+    assert plan.moves
+    assert len(plan.ops) > len(problem.ops)
+    assert plan.time_us < rotor.solve(problem, part_of(problem, 0.5), OPTIONS).time_us
+
+
 # -- against other plans ---------------------------------------------------------------------
 
 
