@@ -56,22 +56,6 @@ def test_right_graphs_pass(name: str) -> None:
     assert "accumulation" in prepared(draft_of(name, fused=True), fused=True, accumulate=True)
 
 
-@pytest.mark.parametrize(
-    ("name", "fused", "what"),
-    [
-        ("tied", True, "gradient sums"),
-        ("twice", True, "gradient sums"),
-        ("host", False, "sums before leaving"),
-        ("host", True, "gradient sums"),
-        ("save nothing", False, "must recompute"),
-        ("save addmms", False, "must recompute"),
-        ("batch norm", True, "clean up"),
-    ],
-)
-def test_every_pass_has_something_to_do(name: str, fused: bool, what: str) -> None:
-    assert what in prepared(draft_of(name, fused), fused=fused)
-
-
 def test_an_overwritten_input_that_the_backward_reads_is_cloned_once() -> None:
     """By us, or by torch itself (2.15)."""
     draft = draft_of("old buffer", True)
