@@ -33,7 +33,7 @@ def store_all_peak(model: nn.Module, *inputs: Any) -> int:
     return fxremat.explain(model, *inputs, options=EAGER).store_all_peak_bytes
 
 
-@pytest.mark.parametrize("fraction", [1.0, 0.85, 0.7])
+@pytest.mark.parametrize("fraction", [1.0, 0.7])
 def test_the_budget_is_obeyed_and_predicted_to_the_byte(fraction: float) -> None:
     model, x = seeded(Stack, 256, 32)
     budget = int(fraction * store_all_peak(model, x))
