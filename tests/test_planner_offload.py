@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from fxremat import planner
 from fxremat.core.check import check
-from fxremat.core.plan import Plan
 from fxremat.core.problem import Copies, Problem
 from fxremat.core.schedule import Move, ops_of, store_all
 from fxremat.core.timeline import replay
@@ -20,6 +19,7 @@ from fxremat.planner.deadline import Deadline
 from fxremat.planner.moves import offload
 from fxremat.planner.moves.time_bound import relax
 from fxremat.planner.moves.transfers import Fetch, Item, place, synchronous
+from tests.budgets import solved
 from tests.chains import TEN_BYTES_PER_US, chain_with_copies, chain_with_host_weights
 from tests.examples import examples
 from tests.strategies import problems, schedules
@@ -67,15 +67,6 @@ def test_transfers_of_one_direction_queue() -> None:
     back = [t.value for t in line.timing.transfers if t.kind == "to device"]
     assert back == ["x3", "x2", "x1"]
     assert line.timing.stall_us == 0.0
-
-
-def solved(problem: Problem, budget: int, solver: str = "greedy") -> Plan:
-    plan = planner.solve(problem, budget, solver, SolverOptions())
-    verdict = check(problem, plan.steps, budget if plan.peak_bytes <= budget else None)
-    assert verdict.ok, str(verdict)
-    assert verdict.peak_bytes == plan.peak_bytes
-    assert verdict.time_us == pytest.approx(plan.time_us)
-    return plan
 
 
 @pytest.mark.parametrize("solver", ["greedy", "auto", "moments", "checkmate_pruned", "hrockmate"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import combinations
 
 import pytest
@@ -11,8 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxremat import planner
-from fxremat.core.check import check
-from fxremat.core.plan import Plan
 from fxremat.core.problem import Copies, Op, Problem, Value, validate
 from fxremat.core.timeline import replay
 from fxremat.planner.moves.offload import movable
@@ -20,7 +19,7 @@ from fxremat.planner.moves.transfers import Fetch, Item, place
 from fxremat.planner.options import SolverOptions
 from fxremat.planner.published.chains import pofo, rockmate, rotor
 from fxremat.planner.published.chains.chain import NotAChain
-from tests import chains, strategies
+from tests import budgets, chains, strategies
 from tests.examples import examples
 
 OPTIONS = SolverOptions()
@@ -36,13 +35,7 @@ def part_of(problem: Problem, part: float) -> int:
     return int(part * replay(problem, problem.base_steps()).peak_bytes)
 
 
-def solved(problem: Problem, budget: int) -> Plan:
-    plan = planner.solve(problem, budget, "pofo")
-    verdict = check(problem, plan.steps, budget if plan.peak_bytes <= budget else None)
-    assert verdict.ok, str(verdict)
-    assert verdict.peak_bytes == plan.peak_bytes
-    assert verdict.time_us == pytest.approx(plan.time_us)
-    return plan
+solved = partial(budgets.solved, solver="pofo")
 
 
 # -- literal chains --------------------------------------------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
 
 from fxremat.core.check import check
 from fxremat.core.problem import Problem
@@ -14,10 +13,9 @@ from fxremat.planner.deadline import Deadline
 from fxremat.planner.options import SolverOptions
 from fxremat.planner.published.chains import rockmate, rotor
 from fxremat.planner.published.chains.block_options import held_options, pareto
-from fxremat.planner.published.chains.chain import Block, Chain, NotAChain, find_chain
+from fxremat.planner.published.chains.chain import Block, Chain, find_chain
 from fxremat.planner.published.chains.chain_costs import option_cost, store_all
-from tests import brute, chains, strategies
-from tests.examples import examples
+from tests import brute, chains
 
 OPTIONS = SolverOptions()
 
@@ -62,17 +60,6 @@ def test_least_time_of_tiny_blocks() -> None:
         best = brute.least_time(problem, budget)
         assert best is not None
         assert rockmate.solve(problem, budget, OPTIONS).time_us == best[0]
-
-
-@examples(25)
-@given(strategies.problems(min_ops=4, max_ops=12))
-def test_any_problem_is_solved_or_refused(problem: Problem) -> None:
-    try:
-        rockmate.solve(problem, 0, OPTIONS)
-    except NotAChain:
-        return
-    for plan in rockmate.whole_front(problem, OPTIONS).plans:
-        assert check(problem, plan.steps, plan.peak_bytes).ok
 
 
 def test_options_hold_less_for_more_time() -> None:

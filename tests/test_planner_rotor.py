@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from types import ModuleType
 
 import pytest
 from hypothesis import given
@@ -12,7 +13,7 @@ from fxremat.core.problem import Op, Problem, Value, validate
 from fxremat.core.timeline import replay
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.options import SolverOptions
-from fxremat.planner.published.chains import rotor
+from fxremat.planner.published.chains import rockmate, rotor
 from fxremat.planner.published.chains.chain import NotAChain, find_chain
 from fxremat.planner.published.chains.chain_costs import block_costs, store_all
 from fxremat.planner.published.chains.rotor_table import Table
@@ -63,16 +64,17 @@ def test_never_better_than_the_best_and_always_possible(problem: Problem) -> Non
             assert plan.time_us >= best[0]
 
 
-@examples(60)
+@pytest.mark.parametrize("solver", [rotor, rockmate])
+@examples(40)
 @given(strategies.problems(min_ops=4, max_ops=12))
-def test_any_problem_is_solved_or_refused(problem: Problem) -> None:
+def test_any_problem_is_solved_or_refused(solver: ModuleType, problem: Problem) -> None:
     """Workspaces, in-place writes, outputs and ops that run once, in any arrangement."""
     try:
-        plan = rotor.solve(problem, 0, OPTIONS)
+        plan = solver.solve(problem, 0, OPTIONS)
     except NotAChain:
         return
     assert check(problem, plan.steps).ok
-    for other in rotor.whole_front(problem, OPTIONS).plans:
+    for other in solver.whole_front(problem, OPTIONS).plans:
         assert check(problem, other.steps, other.peak_bytes).ok
 
 
