@@ -24,7 +24,12 @@ from tests.examples import examples
 from tests.graphs import batch, calls
 from tests.host_weights import batches, language, loss_of, moved
 from tests.prepared import Spoil, Twice, as_given, prepare_wrongly, prepared
-from tests.test_verify_data_flow import copy_a_random_call, one, read_a_copied_random_call
+from tests.test_verify_data_flow import (
+    copy_a_random_call,
+    lose_an_update,
+    one,
+    read_a_copied_random_call,
+)
 
 ATEN = torch.ops.aten
 
@@ -149,12 +154,6 @@ def merge_what_is_drawn(graph: fx.Graph) -> None:
     first, second = calls(graph, ATEN.randn_like)
     second.replace_all_uses_with(first)
     graph.erase_node(second)
-
-
-def lose_an_update(graph: fx.Graph) -> None:
-    node = one(graph, ATEN.copy_)
-    node.replace_all_uses_with(node.all_input_nodes[0])
-    graph.erase_node(node)
 
 
 def update_from_another(graph: fx.Graph) -> None:
