@@ -11,8 +11,8 @@ from fxremat.core.problem import Problem
 from fxremat.core.timeline import replay
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.options import SolverOptions
-from fxremat.planner.published.chains import rockmate, rotor
-from fxremat.planner.published.chains.block_options import held_options, pareto
+from fxremat.planner.published.chains import block_options, rockmate, rotor
+from fxremat.planner.published.chains.block_options import BlockOptions, held_options, pareto, shape
 from fxremat.planner.published.chains.chain import Block, Chain, find_chain
 from fxremat.planner.published.chains.chain_costs import option_cost, store_all
 from tests import brute, chains
@@ -60,6 +60,25 @@ def test_least_time_of_tiny_blocks() -> None:
         best = brute.least_time(problem, budget)
         assert best is not None
         assert rockmate.solve(problem, budget, OPTIONS).time_us == best[0]
+
+
+def test_equal_blocks_are_solved_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    chain = find_chain(chains.blocks(9))
+    solved: list[Block] = []
+    search = block_options.held_options
+
+    def count(chain: Chain, block: Block, deadline: Deadline) -> object:
+        solved.append(block)
+        return search(chain, block, deadline)
+
+    monkeypatch.setattr(block_options, "held_options", count)
+    options = BlockOptions(Deadline(None))
+    for block in chain.blocks:
+        options.of(chain, block)
+    assert len(solved) == len({shape(chain, block) for block in chain.blocks})
+    assert len(solved) <= len(chain.blocks) // 2
+    again = BlockOptions(Deadline(None)).of(chain, chain.blocks[-4])
+    assert options.of(chain, chain.blocks[-4]) == again
 
 
 def test_options_hold_less_for_more_time() -> None:
