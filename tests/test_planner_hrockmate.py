@@ -19,6 +19,8 @@ from fxremat.planner.published.hrockmate.decomposition import (
     decompose,
     even_cuts,
     narrow_cuts,
+    role,
+    signature,
 )
 from fxremat.planner.published.hrockmate.hrockmate import Hierarchy
 from fxremat.planner.published.hrockmate.level_milp import LevelMilp
@@ -122,6 +124,29 @@ def test_schedules_of_a_level_fit(data: st.DataObject) -> None:
         assert line.peak_bytes <= budget
         added = (line.time_us - problem.base_time_us) / programme.time_unit
         assert added <= solution.objective + 1e-6
+
+
+def test_clusters_of_one_shape_are_solved_once() -> None:
+    hierarchy, model = Hierarchy(Deadline(None)), build_model(blocks(12))
+    level = hierarchy.level(model)
+    assert level is not None
+    with_backward = [its for its in level.decomposition.clusters if its.backward]
+    assert 0 < len(hierarchy.solved) < len(with_backward)
+
+
+def test_shapes_tell_what_matters() -> None:
+    parts = decompose(build_model(blocks(6)), 6)
+    signatures = [signature(parts, cluster) for cluster in parts.clusters]
+    assert len(set(signatures)) < len(signatures)
+    wider = decompose(build_model(blocks(6, wide=17)), 6)
+    assert not set(signatures) & {signature(wider, cluster) for cluster in wider.clusters}
+
+
+def test_roles() -> None:
+    model = build_model(skipping())
+    parts = decompose(model, 4, even_cuts)
+    roles = {role(parts, parts.clusters[0], v) for op in range(4) for v in model.writes[op]}
+    assert "made" in roles  # the second half of the forward reads them across the bottom
 
 
 @pytest.mark.parametrize("percent", [80, 60])
