@@ -241,7 +241,7 @@ def test_the_least_with_weights_on_the_host() -> None:
 def test_the_front_with_moves() -> None:
     """Points from the fastest to the least peak, each a schedule that is possible."""
     problem = chain_with_copies(6, copies=Copies(2.0, 2.0))
-    plans = planner.front(problem, SolverOptions())
+    plans = planner.front(problem, SolverOptions(time_limit_s=60.0))  # however busy the machine
     assert all(check(problem, plan.steps).ok for plan in plans)
     peaks, times = [p.peak_bytes for p in plans], [p.time_us for p in plans]
     assert peaks == sorted(peaks, reverse=True)
