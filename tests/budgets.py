@@ -1,7 +1,11 @@
-"""Budgets between the least peak and that of store-all, and whether a plan keeps to its own."""
+"""Budgets between the least peak and that of store-all, and plans that are verified."""
 
 from __future__ import annotations
 
+import pytest
+
+from fxremat import planner
+from fxremat.core.check import check
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
 from fxremat.core.timeline import replay
@@ -19,3 +23,13 @@ def budget_between(problem: Problem, percent: int) -> int:
 def fits(plan: Plan) -> bool:
     """Whether the plan keeps to its budget."""
     return plan.budget_bytes is None or plan.peak_bytes <= plan.budget_bytes
+
+
+def solved(problem: Problem, budget: int, solver: str = "greedy") -> Plan:
+    """What the solver finds, verified."""
+    plan = planner.solve(problem, budget, solver)
+    verdict = check(problem, plan.steps, budget if plan.peak_bytes <= budget else None)
+    assert verdict.ok, str(verdict)
+    assert verdict.peak_bytes == plan.peak_bytes
+    assert verdict.time_us == pytest.approx(plan.time_us)
+    return plan

@@ -173,6 +173,17 @@ def fresh() -> Iterator[None]:
 
 
 @pytest.fixture
+def fresh_budgets() -> Iterator[None]:
+    """Nor graphs that share a budget with those of another test."""
+    from fxremat.step import scope
+
+    torch._dynamo.reset()
+    scope.forget()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
 def vectors() -> Iterator[None]:
     """Kernels as users have them, with the vectors of this machine."""
     cpu_vec_isa.valid_vec_isa_list.cache_clear()

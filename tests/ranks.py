@@ -11,6 +11,7 @@ import os
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -238,6 +239,13 @@ def _on_a_rank(rank: int, ranks: int, folder: str, what: Callable[[int], Any]) -
     found = what(rank)
     (Path(folder) / f"rank{rank}.json").write_text(json.dumps(found))
     distributed.destroy_process_group()
+
+
+def in_way(
+    rank: int, model: Callable[..., Trained], given: tuple[Any, ...], percents: tuple[int, ...]
+) -> dict[str, Found]:
+    """Of a rank's ``model(rank, *given)``, by what was given."""
+    return {str(given): compared(partial(model, rank, *given), percents)}
 
 
 def kept(found: list[dict[str, Found]], *, alike: bool = True) -> None:

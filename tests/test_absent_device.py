@@ -260,19 +260,6 @@ def test_ops_are_taken_apart_as_on_the_card() -> None:
     assert not [name for name in names if name.startswith(("copy_", "sub_", "empty"))]
 
 
-def test_reserved_bytes_of_two_steps() -> None:
-    """By hand: what a step leaves is freed before the next; what is small has a segment."""
-    from fxremat.core.events import Allocate, Free
-    from fxremat.memory.allocator.settings import AllocatorSettings
-    from fxremat.memory.reserved_bytes import reserved
-
-    mib = 2**20
-    events = (Allocate("weights", 30 * mib), Allocate("1", 16 * mib), Free("1"), Allocate("2", 100))
-    usage = reserved(events, AllocatorSettings(), 64 * mib)
-    assert usage.peak_reserved_bytes == (64 + 30 + 16 + 2) * mib
-    assert usage.peak_allocated_bytes == (64 + 30 + 16) * mib
-
-
 def test_kernels_of_the_forward_are_tuned_in_the_step() -> None:
     """Inductor alone would copy what a forward's kernel overwrites, whatever is free."""
     _, _, codes = halves_on("H100")

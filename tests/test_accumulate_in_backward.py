@@ -32,7 +32,7 @@ from tests.accumulating import (
     same,
     with_input,
 )
-from tests.small import Convolutions, Layers, seeded
+from tests.small import Layers, seeded
 
 early = accumulating.early
 _fresh = accumulating.fresh
@@ -71,16 +71,6 @@ def test_whatever_runs_the_graphs(executor: str, early: Early) -> None:
 
     check_same(made, lambda model: compiled(model, executor))
     assert len(early) == 2 * 3
-
-
-def test_convolutions_and_channels_last(early: Early) -> None:
-    def made() -> tuple[nn.Module, tuple[Tensor, ...]]:
-        model, x = seeded(Convolutions, 2, 3, 8, 8)
-        turned: Any = model
-        return turned.to(memory_format=torch.channels_last), (x,)
-
-    check_same(made)
-    assert len(early) == 2 * 12
 
 
 def test_zeroed_and_scaled_gradients(early: Early) -> None:

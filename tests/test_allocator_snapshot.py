@@ -42,46 +42,6 @@ def snapshot(trace: list[Row], *segments: Row) -> Row:
     return {"segments": [*segments], "device_traces": [trace, []]}
 
 
-def training() -> Row:
-    """Three blocks, of which 3 MiB are freed and used again for 2 MiB."""
-    trace = [
-        entry("segment_alloc", LARGE, 20 * MIB),
-        entry("alloc", LARGE, 3 * MIB),
-        entry("alloc", LARGE + 3 * MIB, 17 * MIB),
-        entry("segment_alloc", SMALL, 2 * MIB),
-        entry("alloc", SMALL, 100),
-        *freed(LARGE, 3 * MIB),
-        entry("alloc", LARGE, 2 * MIB),
-        entry("snapshot", 0, 0),
-    ]
-    large = segment(
-        LARGE, block(3 * MIB, "active_allocated", 2 * MIB), block(17 * MIB, "active_allocated")
-    )
-    small = segment(SMALL, block(512, "active_allocated", 100), block(2 * MIB - 512))
-    return snapshot(trace, large, small)
-
-
-def test_events_and_history() -> None:
-    recording = from_snapshot(training())
-    first = Allocate(f"{LARGE:#x}.1", 3 * MIB)
-    assert recording.events == (
-        first,
-        Allocate(f"{LARGE + 3 * MIB:#x}.1", 17 * MIB),
-        Allocate(f"{SMALL:#x}.1", 100),
-        Free(first.name),
-        Allocate(f"{LARGE:#x}.2", 2 * MIB),
-    )
-    assert recording.reserved_bytes == (20 * MIB, 20 * MIB, 22 * MIB, 22 * MIB, 22 * MIB)
-    assert recording.preexisting == 0
-
-
-def test_the_model_agrees_with_the_recording() -> None:
-    result = compare(training())
-    assert result.recorded_peak_bytes == result.modelled_peak_bytes == 22 * MIB
-    assert (result.worst_difference_bytes, result.peak_difference_bytes) == (0, 0)
-    assert (result.last_difference_bytes, result.steps) == (0, 5)
-
-
 def test_a_recording_of_expandable_segments() -> None:
     """Pages of 20 MiB: 30 MiB after 1.5 map one more; two go back when the cache is emptied."""
     rest = 3 * MIB // 2

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import random
 from itertools import permutations
 from pathlib import Path
 
@@ -13,16 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks import addresses as benchmark
-from benchmarks.placing import limits, place
-from benchmarks.placing.exact import place_exactly
-from benchmarks.placing.restarts import search_within
-from benchmarks.placing.search import Outcome, Search
-from benchmarks.placing.valleys import Valleys
-from fxremat.core.addresses import Buffer, Placement, live_peak
+from benchmarks.placing import place
+from fxremat.core.addresses import Buffer, live_peak
 from fxremat.core.check_addresses import check_placement
 from fxremat.planner.addresses import place as greedy
-from fxremat.planner.addresses import split_into_sections
-from fxremat.planner.deadline import Deadline
 from tests.buffers import buffers
 
 # Every step is full at 10 bytes, so b has to lie at the top or the bottom. No greedy order puts it
@@ -58,24 +51,6 @@ def packed(draw: st.DrawFn) -> tuple[list[Buffer], int]:
     ], height
 
 
-def cut_at_random(chance: random.Random, steps: int, height: int, cuts: int) -> list[Buffer]:
-    """A rectangle as in `packed`, with more pieces; those of most area are cut."""
-    pieces = [(0, steps, 0, height)]
-    for _ in range(cuts):
-        pieces.sort(key=lambda piece: (piece[1] - piece[0]) * (piece[3] - piece[2]))
-        begin, end, low, high = pieces.pop()
-        if chance.random() < 0.5 and end - begin > 1:
-            cut = chance.randrange(begin + 1, end)
-            pieces += [(begin, cut, low, high), (cut, end, low, high)]
-        else:
-            cut = chance.randrange(low + 1, high)
-            pieces += [(begin, end, low, cut), (begin, end, cut, high)]
-    return [
-        Buffer(f"p{index}", begin, end, high - low)
-        for index, (begin, end, low, high) in enumerate(pieces)
-    ]
-
-
 def least_arena_by_permutations(given_buffers: list[Buffer]) -> int:
     """The least arena: each order, every buffer as low as those before it allow."""
     return min(max((_lowest(order)), default=0) for order in permutations(given_buffers))
@@ -102,22 +77,6 @@ def test_few_buffers_get_the_least_arena(some: list[Buffer]) -> None:
     assert place(some).arena_bytes == least_arena_by_permutations(some)
 
 
-@settings(max_examples=60, deadline=None)
-@given(buffers(most=8, alignments=(4,)))
-def test_search_and_programme_agree(some: list[Buffer]) -> None:
-    optimum = 0
-    for part in split_into_sections(some):
-        found = place_exactly(part, sum(part.size), 4, limits.EXACT_NODES, Deadline(None))
-        assert found is not None
-        assert found.is_optimal
-        arena = max(map(sum, zip(found.offsets, part.size, strict=True)))
-        optimum = max(optimum, arena)
-        fits = search_within(part, arena, 100_000, Deadline(None))
-        fails = search_within(part, arena - 4, 100_000, Deadline(None))
-        assert (fits.outcome, fails.outcome) == (Outcome.FOUND, Outcome.IMPOSSIBLE)
-    assert place(some).arena_bytes == optimum
-
-
 @settings(deadline=None)
 @given(packed())
 def test_what_fills_a_rectangle_fits_it(puzzle: tuple[list[Buffer], int]) -> None:
@@ -125,25 +84,6 @@ def test_what_fills_a_rectangle_fits_it(puzzle: tuple[list[Buffer], int]) -> Non
     placement = place(pieces)
     check_placement(pieces, placement)
     assert placement.arena_bytes == height == live_peak(pieces)
-
-
-@pytest.mark.parametrize(("steps", "height", "cuts"), [(8, 30, 14), (12, 60, 26), (16, 60, 32)])
-def test_a_search_gives_up_no_solution(steps: int, height: int, cuts: int) -> None:
-    """What has one is never called impossible, however many wrong turns there are."""
-    outcomes = []
-    for seed in range(100):
-        chance = random.Random(seed)
-        pieces = cut_at_random(chance, steps, height, cuts)
-        for part in split_into_sections(pieces):
-            rank = chance.sample(range(len(part.size)), len(part.size))
-            search = Search(part, height, Valleys(part), rank)
-            outcomes.append(search.run(3_000, 10**9, Deadline(None)))
-            if outcomes[-1] is Outcome.FOUND:
-                offsets = dict(zip(part.names, search.skyline.offset, strict=True))
-                mine = [piece for piece in pieces if piece.name in offsets]
-                check_placement(mine, Placement(offsets, height))
-    assert Outcome.IMPOSSIBLE not in outcomes
-    assert outcomes.count(Outcome.FOUND) > 0.9 * len(outcomes)
 
 
 def test_search_fits_what_the_greedy_orders_do_not() -> None:

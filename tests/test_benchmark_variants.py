@@ -6,32 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
 
 from benchmarks import variants_convergence as convergence
-from benchmarks.variants import parse_arguments, ways
-from fxremat.core.problem import Problem
-from fxremat.core.variants import run_once, take
+from benchmarks.variants import parse_arguments
 from fxremat.passes.variants.table import RULES
-from fxremat.planner import solve
-from tests.examples import examples
-from tests.strategies import problems_with_variants
 
 pytestmark = pytest.mark.usefixtures("fresh")
-
-
-@examples(20)
-@given(problems_with_variants(max_ops=6))
-def test_in_turn_takes_the_better_forms(problem: Problem) -> None:
-    """Those that need nothing to run again to fit, or those that save time."""
-    once, plain = run_once(problem), take(problem, ())
-    budget = (solve(plain, 0).peak_bytes + solve(plain, None).peak_bytes) // 2
-    found = ways(problem, budget, "greedy")["in turn"]
-    for limit in (budget, None):
-        forms = take(problem, solve(once, limit, "greedy").variants)
-        one = solve(forms, budget, "greedy")
-        best = max(one.peak_bytes, budget), one.time_us
-        assert (max(found.peak_bytes, budget), found.time_us) <= best
 
 
 @pytest.mark.slow

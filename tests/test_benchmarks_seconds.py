@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import replace
-from pathlib import Path
-
 import pytest
 
 from benchmarks.rows import Row
-from benchmarks.runner import Timing
-from benchmarks.seconds import Figures, _figures, picture, table, write
-
-ONE = Figures(
-    model="gpt6", way="fxremat50%", kind="fxremat", peak=0.5, obeyed=True, planned=1.08,
-    measured=1.1, best=1.09, cold=1.5, warm=1.0, stages={"plan": 2.0}, error=None,
-)  # fmt: skip
+from benchmarks.seconds import _figures
 
 
 def test_ratios_are_to_compile() -> None:
@@ -34,14 +24,3 @@ def test_ratios_are_to_compile() -> None:
     refused = _figures("gpt6", Row("fxremat33%", "fxremat", error="no"), base, warm=None)
     assert (refused.peak, refused.measured, refused.cold, refused.warm) == (None,) * 4
     assert refused.error == "no"
-
-
-def test_what_is_refused_has_a_line_and_no_mark(tmp_path: Path) -> None:
-    refused = replace(ONE, way="fxremat33%", peak=None, measured=None, planned=None, cold=None)
-    assert "fxremat33%" in table([refused])
-    assert picture([ONE, refused]).count("<circle") == 1
-    path = tmp_path / "there" / "seconds.json"
-    write(path, [ONE, refused], Timing(1, 1, 1), {"cpu": "any"})
-    data = json.loads(path.read_text())
-    assert [row["points"] for row in data["figures"]] == [pytest.approx(2.0), None]
-    assert path.with_suffix(".svg").exists()

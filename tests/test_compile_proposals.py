@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -38,21 +36,6 @@ def test_a_constant_error_of_the_planner_is_corrected(error: float) -> None:
     assert found.plan.time_us * (1 - MEASURABLE) <= best.time_us <= found.plan.time_us
 
 
-def test_what_no_measured_time_could_tell_is_not_tried() -> None:
-    """A plan for more bytes is tried only if it is faster by more than that."""
-    whole = planning().solve(PROBLEM, None).peak_bytes
-    aim = round(0.8 * whole)
-    first = planning().solve(PROBLEM, aim)
-    for less in range(whole // 2):
-        trial = Trial(lambda planned, order, less=less: planned - less)  # type: ignore[misc]
-        trial.follow(UnderAim(draft_of(PROBLEM), aim, planning()).proposals())
-        times = [one.plan.time_us for one in trial.seen]
-        assert times[0] == first.time_us
-        fits = [one.plan.time_us for one in trial.seen if one.peak_bytes <= aim]
-        for before, after in pairwise(fits):
-            assert after < before * (1 - MEASURABLE)
-
-
 @pytest.mark.parametrize(("seed", "floats"), [(4, True), (400, False)])
 def test_where_a_mask_of_a_seed_runs_again_so_is_all_that_does(seed: int, floats: bool) -> None:
     """Inductor could make it, and what reads it, far too early."""
@@ -83,24 +66,6 @@ def test_plans_of_least_peak_do_not_know_the_budget() -> None:
         assert trial.orders[-1] == NEAR_PEAK
         found.append([one.plan.steps for one in trial.asked])
     assert found[0] == found[1]
-
-
-def test_only_plans_that_might_be_lowest_are_tried() -> None:
-    """With no error, one of a higher planned peak than the lowest real one cannot be."""
-    trial = Trial(lambda planned, order: planned)
-    seen = trial.follow(least(draft_of(PROBLEM), planning(LOCAL_SEARCH), []))
-    lowest = min(one.peak_bytes for one in seen)
-    assert all(one.plan.peak_bytes == lowest for one in seen)
-
-
-@pytest.mark.parametrize(("more", "tried"), [(0, False), (10, True)])
-def test_plans_of_other_graphs_count_for_the_lowest(more: int, tried: bool) -> None:
-    """A graph is left out whose least planned peak is no lower than what another one takes."""
-    before = Trial(lambda planned, order: planned + more)
-    others = before.follow(least(draft_of(PROBLEM), planning(LOCAL_SEARCH), []))
-    trial = Trial(lambda planned, order: planned)
-    trial.follow(least(draft_of(PROBLEM), planning(LOCAL_SEARCH), others))
-    assert bool(trial.asked) == tried
 
 
 def test_what_a_dry_run_shows_of_scratch_memory_is_known_to_later_plans() -> None:

@@ -132,10 +132,6 @@ def test_rules(steps: tuple[Step, ...], kind: str) -> None:
     assert kind in kinds(chain(), *steps)
 
 
-def test_reading_what_leaves_is_allowed() -> None:
-    assert not kinds(chain(), *AWAY)
-
-
 def test_without_copies_nothing_moves() -> None:
     assert "may not move" in kinds(replace(chain(), copies=None), *AWAY)
 

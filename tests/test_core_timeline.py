@@ -100,31 +100,24 @@ def overtaking(*pairs: tuple[str, str], outputs: tuple[str, ...] = ()) -> tuple[
     return replay(problem, ("op",)).live_bytes
 
 
-def test_without_inplace_all_are_counted() -> None:
-    assert overtaking() == (30,)
-
-
-def test_a_write_takes_over_the_smaller_of_two_storages() -> None:
-    assert overtaking(("p", "r")) == (30 - 2,)
-    assert overtaking(("p", "s")) == (30 - 4,)
-
-
-def test_one_read_is_overtaken_by_one_write_only() -> None:
-    assert overtaking(("p", "r"), ("p", "s")) == (30 - 2,)
-    assert overtaking(("p", "s"), ("p", "r")) == (30 - 4,)
-
-
-def test_one_write_overtakes_one_read_only() -> None:
-    assert overtaking(("p", "s"), ("q", "s")) == (30 - 4,)
-
-
-def test_two_separate_pairs_both_count() -> None:
-    assert overtaking(("p", "r"), ("q", "s")) == (30 - 2 - 8,)
-
-
-def test_an_output_is_never_overtaken_but_may_overtake() -> None:
-    assert overtaking(("p", "r"), outputs=("p",)) == (30,)
-    assert overtaking(("p", "r"), outputs=("r",)) == (28,)
+@pytest.mark.parametrize(
+    ("pairs", "outputs", "less"),
+    [
+        ([], (), 0),
+        ([("p", "r")], (), 2),  # the smaller of the two storages
+        ([("p", "s")], (), 4),
+        ([("p", "r"), ("p", "s")], (), 2),  # one read is overtaken by one write only
+        ([("p", "s"), ("p", "r")], (), 4),
+        ([("p", "s"), ("q", "s")], (), 4),  # one write overtakes one read only
+        ([("p", "r"), ("q", "s")], (), 2 + 8),
+        ([("p", "r")], ("p",), 0),  # an output is never overtaken
+        ([("p", "r")], ("r",), 2),  # but may overtake
+    ],
+)
+def test_a_write_takes_over_a_storage_that_is_read(
+    pairs: list[tuple[str, str]], outputs: tuple[str, ...], less: int
+) -> None:
+    assert overtaking(*pairs, outputs=outputs) == (30 - less,)
 
 
 def test_a_value_read_later_is_not_overtaken() -> None:

@@ -147,10 +147,6 @@ def test_wrong_alternatives_are_refused(variant: Variant, message: str) -> None:
         validate(replace(LOSS_PROBLEM, variants=(variant,)))
 
 
-def test_there_and_back() -> None:
-    assert problem_from_json(problem_to_json(LOSS_PROBLEM)) == LOSS_PROBLEM
-
-
 def as_many_as_go_together(problem: Problem, data: st.DataObject) -> list[str]:
     """Names of variants, looked at in any order."""
     names: list[str] = []

@@ -7,7 +7,6 @@ import inspect
 import json
 import re
 import sys
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -219,48 +218,3 @@ def test_figures_of_the_readme_are_those_of_its_file() -> None:
         return
     (source,) = LINK.findall(figures)
     assert figures == readme_table.table(json.loads((ROOT / source).read_text()), source)
-
-
-MEASURED = {
-    "budget_bytes": None, "peak_bytes": 4 * 2**20, "minimum_bytes": None, "report": None,
-    "time_ratio": 1.0, "kind": "fxremat",
-}  # fmt: skip
-RESULTS = {
-    "machine": {
-        "date": "2030-01-02T03:04:05", "device": "CPU", "threads": 2, "torch": "2.13.0",
-        "fxremat": "0.1.0",
-    },
-    "results": [
-        {"model": "gpt", "rows": [
-            {**MEASURED, "variant": "compile", "kind": "compile"},
-            {**MEASURED, "variant": "knob0", "kind": "knob"},
-            {**MEASURED, "variant": "fxremat80%", "budget_bytes": 5 * 2**20,
-             "report": {"time_overhead": 0.1}, "time_ratio": 1.234},
-            {**MEASURED, "variant": "fxremat50%", "budget_bytes": 2 * 2**20,
-             "report": {"time_overhead": 0.0}, "time_ratio": None},
-            {**MEASURED, "variant": "fxremat33%", "budget_bytes": 2**20, "peak_bytes": None,
-             "minimum_bytes": 3 * 2**20},
-        ]},
-        {"model": "other", "rows": [{**MEASURED, "variant": "fxremat80%", "peak_bytes": None}]},
-    ],
-}  # fmt: skip
-
-
-def test_table_of_figures() -> None:
-    table = readme_table.table(RESULTS, "here.json")
-    head = """\
-        |  | `torch.compile` | 80% | 50% | 33% |
-        | --- | --- | --- | --- | --- |
-        | GPT | 4.0 | 4.0 / 1.10 / 1.23 | **4.0, over** / 1.00 | refused, least 3.0 |
-        | other | not run | failed | not run | not run |
-        """
-    assert table.startswith(textwrap.dedent(head))
-    assert "Taken on 2030-01-02 with `python -m benchmarks --models gpt,other" in table
-    assert "([figures](here.json)): CPU, 2 threads, torch 2.13.0, fxremat 0.1.0." in table
-
-
-def test_figures_go_between_their_marks() -> None:
-    text = f"a\n{readme_table.BEGIN}\nold\n{readme_table.END}\nb\n"
-    assert readme_table.put_into(text, "new\n") == text.replace("old", "new")
-    with pytest.raises(ValueError, match="figures: begin"):
-        readme_table.put_into("a\nb\n", "new\n")

@@ -213,20 +213,6 @@ def test_what_waits_can_be_put_in_order(kernels: list[Scheduled]) -> None:
             assert place[position] <= position
 
 
-@given(st.lists(st.sampled_from([CALL, LOOP, SUM, NONE]), max_size=12))
-def test_kernels_wait_for_earlier_ones_and_loops_for_their_fences(kernels: list[Scheduled]) -> None:
-    after = fences(kernels)
-    assert all(earlier < later for later, several in after.items() for earlier in several)
-    calls = [i for i, kernel in enumerate(kernels) if kernel.is_call]
-    for position, kernel in enumerate(kernels):
-        before = [i for i in calls if i < position]
-        if kernel is LOOP and before:
-            assert after[position] == [before[-1]]
-        following = [i for i in calls if i > position]
-        if kernel.is_loop and following:
-            assert position in after[following[0]]
-
-
 # --- functions ------------------------------------------------------------------------------------
 
 

@@ -13,7 +13,7 @@ import torch
 import fxremat
 from fxremat.compat.distributed.ranks import Shards, shards_of
 from fxremat.errors import NotTraceable
-from tests.ranks import PERCENTS, Blocks, Found, Trained, compared, kept, on_ranks
+from tests.ranks import PERCENTS, Blocks, Trained, in_way, kept, on_ranks
 from tests.test_step_in_flight import Chain
 
 if not torch.distributed.is_available():
@@ -62,13 +62,6 @@ class Sharded(Trained):
 
     def held(self) -> Any:
         return self.model, self.x
-
-
-def sharded(rank: int, way: str, percents: tuple[int, ...]) -> dict[str, Found]:
-    def make(**how: Any) -> Sharded:
-        return Sharded(rank, way, **how)
-
-    return {way: compared(make, percents)}
 
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["tensor parallel", "below FSDP2"])
@@ -127,4 +120,5 @@ def test_a_budget_is_kept_on_each_rank_and_gradients_stay(
     tmp_path: Path, way: str, percents: tuple[int, ...]
 ) -> None:
     """Compiled as a whole, the hooks of FSDP2 break the graph, and each block is one again."""
-    kept(on_ranks(RANKS, tmp_path, partial(sharded, way=way, percents=percents)))
+    work = partial(in_way, model=Sharded, given=(way,), percents=percents)
+    kept(on_ranks(RANKS, tmp_path, work))

@@ -70,14 +70,6 @@ def test_accumulated_gradients_stay_in_host_memory() -> None:
     assert gradients_elsewhere(model) == []
 
 
-def test_some_weights_only() -> None:
-    plain = language()
-    expected = training(plain, loss_of(plain))
-    model = moved(language(), weights=["mlp.*.weight", "gain"])
-    assert equal(training(model, loss_of(model)), expected)
-    assert in_host_memory(model) == ["gain", "mlp.0.weight", "mlp.2.weight"]
-
-
 def test_frozen_weights_get_no_gradient() -> None:
     model = moved(language())
     training(model, loss_of(model), steps=1)

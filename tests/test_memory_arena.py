@@ -151,39 +151,6 @@ def test_a_larger_layout_takes_the_arena_anew(stack: Small) -> None:
 # --- what a loop does with gradients and results ------------------------------------------------
 
 
-def micro_batches(stack: Small) -> Any:
-    """Gradients are added to; those of the first live under the second."""
-    kept = []
-    for step in range(6):
-        if step % 3 == 0:
-            stack.model.zero_grad(set_to_none=True)
-        stack.call(stack.x * (step + 1)).backward()
-        kept += [one.clone() for one in stack.gradients()]
-    return kept
-
-
-def late_zero_grad(stack: Small) -> Any:
-    losses = []
-    for step in range(4):
-        loss = stack.call(stack.x * (step + 1))
-        stack.model.zero_grad(set_to_none=step % 2 == 0)
-        loss.backward()
-        losses.append(loss.detach())
-    return losses, stack.gradients()
-
-
-def kept_gradients(stack: Small) -> Any:
-    """The results of `autograd.grad` are kept over several steps."""
-    return [torch.autograd.grad(stack.call(stack.x * k), stack.weights) for k in range(1, 5)]
-
-
-def some_kept_gradients(stack: Small) -> Any:
-    """Every third gradient is kept, and in each step another one."""
-    return [
-        torch.autograd.grad(stack.call(stack.x * k), stack.weights)[k % 3 :: 3] for k in range(1, 7)
-    ]
-
-
 def hooks(stack: Small) -> Any:
     """One hook keeps what it sees, and one takes the gradient as soon as it is there."""
     seen: list[Tensor] = []
@@ -222,42 +189,6 @@ def optimizer(stack: Small) -> Any:
     after = [p.detach().clone() for p in stack.weights]
     restore(stack, before)
     return losses, after, list(mean.parameters())
-
-
-def twice_in_the_same_place(stack: Small) -> Any:
-    """SAM: a step at other weights, before the one that counts."""
-    losses, before = [], [p.detach().clone() for p in stack.weights]
-    for k in range(1, 4):
-        losses.append(stack.step(k))
-        with torch.no_grad():
-            for weight in stack.weights:
-                weight.add_(weight.grad * 0.1)
-        losses.append(stack.step(k))
-        restore(stack, before)
-    return losses, stack.gradients()
-
-
-def dropped_forwards(stack: Small) -> Any:
-    """Some forwards are never followed by a backward, and are dropped at once, or later."""
-    kept, found = [], []
-    for k in range(1, 6):
-        kept.append(stack.call(stack.x * k))
-        stack.call(stack.x)
-        found.append(stack.step(k))
-    del kept[1:3]
-    kept.pop().backward()
-    return found, kept, stack.gradients()
-
-
-def two_at_once(stack: Small) -> Any:
-    """More forwards wait than there are places for."""
-    stack.model.zero_grad(set_to_none=True)
-    for _ in range(2):
-        losses = [stack.call(stack.x * k) for k in range(1, 4)]
-        losses[0].backward()
-        losses[2].backward()
-        losses[1].backward()
-    return stack.gradients()
 
 
 def evaluated_between(stack: Small) -> Any:
@@ -337,11 +268,10 @@ def compiled_autograd(stack: Small) -> Any:
 
 
 LOOPS = (
-    micro_batches, late_zero_grad, kept_gradients, some_kept_gradients, hooks, optimizer,
-    twice_in_the_same_place, dropped_forwards, two_at_once, evaluated_between, saved_on_cpu,
-    hooks_that_hold_what_is_saved, hooks_that_hold_what_they_read, checkpointed, a_backward_fails,
-    compiled_autograd,
+    hooks, optimizer, evaluated_between, saved_on_cpu, hooks_that_hold_what_is_saved,
+    hooks_that_hold_what_they_read, checkpointed, a_backward_fails, compiled_autograd,
 )  # fmt: skip
+"""Beside what `test_memory_arena_property` does in any order."""
 
 
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)

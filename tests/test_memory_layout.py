@@ -245,21 +245,6 @@ def offsets(arranged: Arranged) -> list[tuple[tuple[int | None, ...], tuple[int 
     return [(one.forward.offsets, one.backward.offsets) for one in arranged.layout.runs]
 
 
-def test_one_run() -> None:
-    """``b`` takes the place of ``a``; the loss and the gradient of a batch lie outside."""
-    arranged = arrange([SAVES], last_first(1), "cuda")
-    assert arranged.layout.arena_bytes == 4 * GIB
-    [(forward, backward)] = offsets(arranged)
-    assert forward[2] is None
-    assert backward[2] is None
-    assert forward[0] == backward[0]
-    [mine] = arranged.layout.runs
-    assert mine.forward.outlive == mine.backward.outlive == frozenset({1})
-    [outside] = arranged.outside([SAVES])
-    assert [*outside.forward, *outside.backward] == [Allocate("loss", 4), Allocate("x", 8)]
-    assert [one.gradient for one in outside.inputs] == [None, "x"]
-
-
 def test_two_runs_share_the_arena() -> None:
     """Two values are saved and two gradients stay; there is room for one temporary only."""
     arranged = arrange([SAVES, SAVES], last_first(2), "cuda")
@@ -267,23 +252,6 @@ def test_two_runs_share_the_arena() -> None:
     assert arranged.layout.arena_bytes == 5 * GIB
     saved = [one.forward.offsets[1] for one in arranged.layout.runs]
     assert saved[0] != saved[1]
-
-
-def test_a_run_that_never_goes_backward_keeps_what_it_saves() -> None:
-    order: Order = [(0, "forward"), (1, "forward"), (1, "backward")]
-    arranged = arrange([SAVES, SAVES], order, "cuda")
-    check_layout([SAVES, SAVES], order, arranged.layout, 512)
-    kept = arranged.layout.runs[0].forward.offsets[1]
-    assert kept is not None
-    later = arranged.layout.runs[1]
-    assert kept not in (*later.forward.offsets, *later.backward.offsets)
-
-
-def test_what_a_library_returns_is_not_placed() -> None:
-    run = a_run([Allocate("mine", 512), Allocate("its", 512)], [], "mine")
-    arranged = arrange([run], last_first(1), "cuda")
-    assert arranged.placed == (frozenset({"mine"}),)
-    assert arranged.outside([run])[0].forward == (Allocate("its", 512),)
 
 
 def test_blocks_of_other_devices_are_not_placed() -> None:

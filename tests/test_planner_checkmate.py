@@ -14,12 +14,11 @@ from fxremat.core.plan import Plan
 from fxremat.core.problem import Op, Problem, Value, validate
 from fxremat.core.timeline import replay
 from fxremat.planner import Solver
-from fxremat.planner.deadline import Deadline
 from fxremat.planner.indexed_problem import build_model
 from fxremat.planner.local import greedy
 from fxremat.planner.local.greedy import extra_runs
 from fxremat.planner.local.pareto_front import steps_of
-from fxremat.planner.milp.highs import Milp, Status
+from fxremat.planner.milp.highs import Milp
 from fxremat.planner.options import Progress, SolverOptions
 from fxremat.planner.published.checkmate import checkmate
 from fxremat.planner.published.checkmate.checkmate import TooManyRuns, solve, solve_pruned
@@ -123,36 +122,6 @@ def test_bytes_are_those_of_replay(problem: Problem, data: st.DataObject) -> Non
         assert not satisfied(programme.milp, values)
 
 
-@FEW
-@given(problems(max_ops=7), st.integers(0, 99))
-def test_what_fits_the_rows_fits_the_budget(problem: Problem, percent: int) -> None:
-    """All stages in order: what the programme chooses needs no look at replay."""
-    model, budget = build_model(problem), budget_between(problem, percent)
-    allowed = all_runs(model)
-    programme = build_programme(model, budget, allowed, range(model.n))
-    solution = programme.milp.solve(Deadline(None))
-    if solution.status is Status.OPTIMAL:
-        runs = [
-            (op, stage)
-            for stage, reruns in enumerate(allowed)
-            for op in reruns
-            if solution.chosen(programme.run[stage][op])
-        ]
-        steps = model.names(steps_of(model.n, runs))
-        assert replay(problem, steps).peak_bytes <= max(1, budget)
-
-
-@pytest.mark.parametrize(
-    ("budget", "time_us"), [(21, 10.0), (17, 11.0), (13, 12.0), (12, 13.0), (10, 14.0), (9, 16.0)]
-)
-def test_chain_of_five(budget: int, time_us: float) -> None:
-    plan = solve(unphased_chain(5), budget, SolverOptions())
-    assert plan.peak_bytes <= budget
-    assert plan.time_us == time_us
-    assert plan.time_bound_us == pytest.approx(time_us, rel=1e-5)
-    assert solve_pruned(unphased_chain(5), budget, SolverOptions()).peak_bytes <= budget
-
-
 @pytest.mark.parametrize("run", [solve, solve_pruned])
 def test_a_budget_below_any_schedule(run: Solver) -> None:
     plan = run(unphased_chain(5), 8, SolverOptions())
@@ -168,12 +137,6 @@ def test_infeasibility_is_proven_by_the_programme(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(checkmate, "peak_bound", lambda model: 0)
     plan = solve(problem, 8, SolverOptions())
     assert (plan.peak_bytes, plan.peak_bound_bytes) == (21, 9)
-
-
-def test_frozen_ops_run_once() -> None:
-    plan = solve(unphased_chain(6, frozen=(1, 3)), 18, SolverOptions())
-    assert plan.peak_bytes <= 18
-    assert not {"y1", "y3"} & {*plan.repeats()}
 
 
 def test_the_order_of_repeats_may_matter() -> None:

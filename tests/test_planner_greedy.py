@@ -108,33 +108,6 @@ def test_monotone_in_the_budget(problem: Problem) -> None:
         assert fits or plan.peak_bytes == plans[-1].peak_bytes
 
 
-def test_chain_of_five() -> None:
-    """All optima: at most all five values and a gradient, at least two, a gradient more."""
-    found = {plan.peak_bytes: plan.time_us for plan in front(phased_chain(5))}
-    assert found == {21: 10.0, 17: 11.0, 13: 12.0, 12: 13.0, 10: 14.0, 9: 16.0}
-
-
-def test_residual_keeps_the_narrow_value() -> None:
-    """x -> wide h -> y = x + f(h); the backward reads h: computing h again from x is cheap."""
-    problem = validate(
-        Problem(
-            "residual",
-            (Value("x", 1), Value("h", 10), Value("y", 1), Value("big", 12), Value("g", 1)),
-            (
-                Op("x", (), ("x",), 5.0),
-                Op("h", ("x",), ("h",), 1.0),
-                Op("y", ("x", "h"), ("y",), 2.0),
-                Op("big", ("y",), ("big",), 3.0),
-                Op("g", ("big",), ("g",), 1.0, 0, "any", False),
-                Op("out", ("g", "h"), (), 1.0, 0, "any", False),
-            ),
-        )
-    )
-    plan = solve(problem, 15)
-    assert plan.steps == ("x", "h", "y", "big", "g", "h", "out")
-    assert (plan.peak_bytes, plan.time_us) == (14, 14.0)
-
-
 def test_inplace_values_share_their_bytes() -> None:
     """``b`` takes over ``a`` where ``a`` dies there; computing ``a`` again makes that so."""
     problem = validate(

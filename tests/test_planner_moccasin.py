@@ -64,22 +64,6 @@ def test_never_better_than_the_optimum(problem: Problem, percent: int, shared: b
 
 
 @needs_cp_sat
-@pytest.mark.parametrize(("budget", "time_us"), [(17, 11.0), (12, 13.0), (10, 14.0)])
-def test_chain_of_five(budget: int, time_us: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = alone(unphased_chain(5), budget, monkeypatch)
-    assert plan.peak_bytes <= budget
-    assert plan.time_us == time_us
-    assert plan.solver == "moccasin"
-
-
-@needs_cp_sat
-def test_frozen_ops_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = alone(unphased_chain(6, frozen=(1, 3)), 18, monkeypatch)
-    assert plan.peak_bytes <= 18
-    assert not {"y1", "y3"} & {*plan.repeats()}
-
-
-@needs_cp_sat
 def test_start_progress_and_the_same_plan_twice() -> None:
     problem = unphased_chain(8)
     slow = greedy.front(problem, SolverOptions())[-1]

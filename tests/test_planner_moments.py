@@ -53,31 +53,6 @@ def test_no_schedule_within_the_budget_is_faster_than_the_bound(
         assert bound <= best[0] * (1 + 1e-9)
 
 
-def test_one_moment_drops_what_is_cheapest_for_its_bytes() -> None:
-    problem = growing_chain(4)
-    found = relaxation(problem, 51, 4)  # the first backward op: x, four results, its own
-    solution = found.solve(NO_LIMIT)
-    ((stage, held),) = found.held_in(solution)
-    assert stage == 4
-    assert len(held) == 4, "a0 to a3 less the cheapest one, and g3"
-    assert found.time_bound_us(solution) == pytest.approx(problem.base_time_us + 1.0)
-
-
-def test_a_budget_below_what_must_be_live_is_proven_to_be_too_small() -> None:
-    found = relaxation(growing_chain(4), 20, 4)
-    assert found.time_bound_us(found.solve(NO_LIMIT)) == math.inf
-
-
-def test_another_moment_never_lowers_the_bound() -> None:
-    problem = growing_chain(6)
-    bounds = []
-    for stages in ((6,), (6, 8), (5, 6, 7, 8, 9)):
-        found = relaxation(problem, 51, *stages)
-        bounds.append(found.time_bound_us(found.solve(NO_LIMIT)))
-    assert bounds == sorted(bounds)
-    assert bounds[0] > problem.base_time_us
-
-
 def test_bytes_of_runs_between_neighbouring_moments_count() -> None:
     """Without c the op "peak" fits, but c comes from a value that has no room beside w."""
     values = [Value("a", 1), Value("big", 50), Value("c", 10), Value("w", 30), Value("p", 0)]
@@ -120,13 +95,6 @@ def test_what_is_written_over_and_read_later_runs_again() -> None:
 
 
 # --- schedules -----------------------------------------------------------------------------------
-
-
-def test_what_is_not_held_is_computed_again_with_all_it_needs() -> None:
-    model = build_model(growing_chain(4))
-    names = [value.name for value in model.problem.values if value.name != "x"]
-    held = {4: {names.index("a0"), names.index("a3"), names.index("g3")}}
-    assert extra_runs_for(model, held) == [(1, 5), (2, 5)]
 
 
 @examples(40)
@@ -209,25 +177,6 @@ def test_a_plan_near_enough_to_its_bound_is_not_worked_on(percent: int) -> None:
 # --- HiGHS ---------------------------------------------------------------------------------------
 
 
-def test_a_mip_is_solved_and_its_bound_holds() -> None:
-    milp = Milp()
-    columns = [milp.binary(cost) for cost in (-5.0, -4.0, -3.0)]
-    milp.row(zip(columns, (2.0, 3.0, 1.0), strict=True), high=5.0)
-    solution = milp.solve(NO_LIMIT)
-    assert solution.status is Status.OPTIMAL
-    assert [solution.chosen(column) for column in columns] == [True, True, False]
-    assert solution.objective == pytest.approx(-9.0)
-    assert milp.relaxed(NO_LIMIT).bound <= solution.bound <= solution.objective + 1e-9
-
-
-def test_no_solution_is_not_a_limit() -> None:
-    milp = Milp()
-    column = milp.binary()
-    milp.row([(column, 1.0)], low=2.0)
-    assert milp.solve(NO_LIMIT).status is Status.INFEASIBLE
-    assert milp.solve(NO_LIMIT).bound == math.inf
-
-
 def test_without_time_nothing_is_claimed() -> None:
     milp = Milp()
     columns = [milp.binary(-1.0 - k % 7) for k in range(60)]
@@ -236,14 +185,3 @@ def test_without_time_nothing_is_claimed() -> None:
     solution = milp.solve(Deadline(0.0))
     assert solution.status in (Status.UNDECIDED, Status.FEASIBLE)
     assert solution.bound <= milp.solve(NO_LIMIT, nodes=1).objective
-
-
-def test_solving_near_the_relaxation_keeps_its_bound() -> None:
-    milp = Milp()
-    columns = [milp.binary(cost) for cost in (-5.0, -4.0, -3.0)]
-    milp.row(zip(columns, (2.0, 3.0, 1.0), strict=True), high=4.0)
-    relaxed = milp.relaxed(NO_LIMIT)
-    near = milp.solve_near(relaxed, NO_LIMIT, nodes=10, gap=1e-6)
-    assert near.values is not None
-    assert relaxed.bound == near.bound <= near.objective
-    assert milp.high == [1.0, 1.0, 1.0]

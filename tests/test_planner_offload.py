@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from fxremat import planner
 from fxremat.core.check import check
-from fxremat.core.plan import Plan
 from fxremat.core.problem import Copies, Problem
 from fxremat.core.schedule import Move, ops_of, store_all
 from fxremat.core.timeline import replay
@@ -20,6 +19,7 @@ from fxremat.planner.deadline import Deadline
 from fxremat.planner.moves import offload
 from fxremat.planner.moves.time_bound import relax
 from fxremat.planner.moves.transfers import Fetch, Item, place, synchronous
+from tests.budgets import solved
 from tests.chains import TEN_BYTES_PER_US, chain_with_copies, chain_with_host_weights
 from tests.examples import examples
 from tests.strategies import problems, schedules
@@ -69,15 +69,6 @@ def test_transfers_of_one_direction_queue() -> None:
     assert line.timing.stall_us == 0.0
 
 
-def solved(problem: Problem, budget: int, solver: str = "greedy") -> Plan:
-    plan = planner.solve(problem, budget, solver, SolverOptions())
-    verdict = check(problem, plan.steps, budget if plan.peak_bytes <= budget else None)
-    assert verdict.ok, str(verdict)
-    assert verdict.peak_bytes == plan.peak_bytes
-    assert verdict.time_us == pytest.approx(plan.time_us)
-    return plan
-
-
 @pytest.mark.parametrize("solver", ["greedy", "auto", "moments", "checkmate_pruned", "hrockmate"])
 def test_every_solver_moves(solver: str) -> None:
     problem = chain_with_copies(8)  # b6 takes 407 bytes, and 100 to fetch the next value meanwhile
@@ -85,14 +76,6 @@ def test_every_solver_moves(solver: str) -> None:
     assert plan.moves
     assert plan.solver.endswith("+offload")
     assert plan.time_us == problem.base_time_us
-
-
-def test_a_fast_link_leaves_nothing_to_recompute() -> None:
-    problem = chain_with_copies(12)
-    budget = replay(problem, problem.base_steps()).peak_bytes // 2
-    alone = planner.solve(replace(problem, copies=None), budget, "greedy")
-    assert alone.time_us > problem.base_time_us
-    assert solved(problem, budget).time_us == problem.base_time_us
 
 
 def test_no_bandwidth_gives_the_plan_without() -> None:
@@ -258,7 +241,7 @@ def test_the_least_with_weights_on_the_host() -> None:
 def test_the_front_with_moves() -> None:
     """Points from the fastest to the least peak, each a schedule that is possible."""
     problem = chain_with_copies(6, copies=Copies(2.0, 2.0))
-    plans = planner.front(problem, SolverOptions())
+    plans = planner.front(problem, SolverOptions(time_limit_s=60.0))  # however busy the machine
     assert all(check(problem, plan.steps).ok for plan in plans)
     peaks, times = [p.peak_bytes for p in plans], [p.time_us for p in plans]
     assert peaks == sorted(peaks, reverse=True)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import combinations
 
 import pytest
@@ -12,8 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxremat import planner
-from fxremat.core.check import check
-from fxremat.core.plan import Plan
 from fxremat.core.problem import Copies, Op, Problem, Value, validate
 from fxremat.core.timeline import replay
 from fxremat.planner.moves.offload import movable
@@ -21,7 +19,7 @@ from fxremat.planner.moves.transfers import Fetch, Item, place
 from fxremat.planner.options import SolverOptions
 from fxremat.planner.published.chains import pofo, rockmate, rotor
 from fxremat.planner.published.chains.chain import NotAChain
-from tests import chains, strategies
+from tests import budgets, chains, strategies
 from tests.examples import examples
 
 OPTIONS = SolverOptions()
@@ -37,13 +35,7 @@ def part_of(problem: Problem, part: float) -> int:
     return int(part * replay(problem, problem.base_steps()).peak_bytes)
 
 
-def solved(problem: Problem, budget: int) -> Plan:
-    plan = planner.solve(problem, budget, "pofo")
-    verdict = check(problem, plan.steps, budget if plan.peak_bytes <= budget else None)
-    assert verdict.ok, str(verdict)
-    assert verdict.peak_bytes == plan.peak_bytes
-    assert verdict.time_us == pytest.approx(plan.time_us)
-    return plan
+solved = partial(budgets.solved, solver="pofo")
 
 
 # -- literal chains --------------------------------------------------------------------------
@@ -75,14 +67,6 @@ def test_a_link_of_middling_speed_moves_some_and_recomputes_some() -> None:
     assert plan.moves
     assert len(plan.ops) > len(problem.ops)
     assert plan.time_us < rotor.solve(problem, part_of(problem, 0.5), OPTIONS).time_us
-
-
-@pytest.mark.parametrize("layers", [8, 12, 16])
-def test_a_fast_link_adds_no_time(layers: int) -> None:
-    problem = net(layers)
-    plan = solved(problem, 507)
-    assert plan.moves
-    assert plan.time_us == problem.base_time_us
 
 
 # -- against other plans ---------------------------------------------------------------------
@@ -136,13 +120,6 @@ def test_more_bandwidth_is_never_slower() -> None:
     times = [solved(net(10, rate), budget).time_us for rate in (0.0, 2.0, 4.0, 16.0)]
     assert times == sorted(times, reverse=True)
     assert times[-1] == net(10).base_time_us
-
-
-@pytest.mark.slow
-def test_less_memory_is_never_faster() -> None:
-    problem = replace(chains.blocks(6), copies=Copies(0.5, 0.5))
-    times = [solved(problem, part_of(problem, part)).time_us for part in (0.4, 0.6, 0.8, 1.0)]
-    assert times == sorted(times, reverse=True)
 
 
 # -- against brute force ---------------------------------------------------------------------
@@ -254,24 +231,7 @@ def test_values_that_cannot_be_computed_again_move() -> None:
     assert any(move.value.startswith("mf") for move in plan.moves)
 
 
-def test_within_a_budget_that_recomputation_does_not_reach() -> None:
-    problem = dropped(10)
-    least = solved(problem, 0)
-    assert least.peak_bytes < rotor.solve(problem, 0, OPTIONS).peak_bytes
-    assert least.peak_bound_bytes is not None
-    assert least.peak_bound_bytes <= least.peak_bytes
-
-
 # -- limits ----------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_chain_of_fifty_takes_seconds() -> None:
-    problem = net(50, rate=4.0)
-    started = time.process_time()
-    plan = solved(problem, part_of(problem, 0.3))
-    assert time.process_time() - started < 20
-    assert plan.time_us < rotor.solve(problem, part_of(problem, 0.3), OPTIONS).time_us
 
 
 def test_weights_in_host_memory_are_refused_with_advice() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
 
 from fxremat.core.check import check
 from fxremat.core.problem import Problem
@@ -19,11 +18,10 @@ from fxremat.planner.published.chains.block_options import (
     pareto,
     part_of,
 )
-from fxremat.planner.published.chains.chain import Block, Chain, NotAChain, find_chain
-from fxremat.planner.published.chains.chain_costs import BlockOption, option_cost, store_all
+from fxremat.planner.published.chains.chain import Block, Chain, find_chain
+from fxremat.planner.published.chains.chain_costs import option_cost, store_all
 from fxremat.planner.published.parts import PartPlans
-from tests import brute, chains, strategies
-from tests.examples import examples
+from tests import brute, chains
 
 OPTIONS = SolverOptions()
 
@@ -70,17 +68,6 @@ def test_least_time_of_tiny_blocks() -> None:
         assert rockmate.solve(problem, budget, OPTIONS).time_us == best[0]
 
 
-@examples(25)
-@given(strategies.problems(min_ops=4, max_ops=12))
-def test_any_problem_is_solved_or_refused(problem: Problem) -> None:
-    try:
-        rockmate.solve(problem, 0, OPTIONS)
-    except NotAChain:
-        return
-    for plan in rockmate.whole_front(problem, OPTIONS).plans:
-        assert check(problem, plan.steps, plan.peak_bytes).ok
-
-
 def test_equal_blocks_are_solved_once(monkeypatch: pytest.MonkeyPatch) -> None:
     chain = find_chain(chains.blocks(9))
     solved: list[Block] = []
@@ -110,15 +97,3 @@ def test_options_hold_less_for_more_time() -> None:
     assert costs[0].backward.time > costs[-1].backward.time
     everything = option_cost(chain, block, store_all(block))
     assert all(cost.backward.time >= everything.backward.time for cost in costs)
-
-
-def test_dominated_options_are_left_out() -> None:
-    """Making again what is held, too, saves nothing."""
-    chain = find_chain(chains.blocks(4))
-    block = largest(chain)
-    wasteful = BlockOption((*block.backward[:-1], block.forward[0], block.backward[-1]))
-    twice = BlockOption((block.forward[0], block.forward[0], *block.backward))
-    once = BlockOption((block.forward[0], *block.backward))
-    kept = pareto(chain, block, [store_all(block), wasteful, twice, once])
-    assert store_all(block) in kept
-    assert twice not in kept

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from itertools import pairwise
+from types import ModuleType
 
 import pytest
 from hypothesis import given
@@ -13,7 +13,7 @@ from fxremat.core.problem import Op, Problem, Value, validate
 from fxremat.core.timeline import replay
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.options import SolverOptions
-from fxremat.planner.published.chains import rotor
+from fxremat.planner.published.chains import rockmate, rotor
 from fxremat.planner.published.chains.chain import NotAChain, find_chain
 from fxremat.planner.published.chains.chain_costs import block_costs, store_all
 from fxremat.planner.published.chains.rotor_table import Table
@@ -32,23 +32,21 @@ def tight_budgets(problem: Problem) -> range:
     return range(brute.least_peak(problem), store_all_peak(problem) + 1)
 
 
-@pytest.mark.parametrize("count", [3, 4])
-def test_least_time_of_a_homogeneous_chain(count: int) -> None:
-    problem = chains.chain([4] * count, [1.0] * count, reads_output=False)
+@pytest.mark.parametrize(
+    "problem",
+    [
+        *(chains.chain([4] * count, [1.0] * count, reads_output=False) for count in (3, 4)),
+        chains.chain([5, 4, 3, 2], [1.0, 4.0, 2.0, 3.0], 2, reads_output=False),
+    ],
+    ids=["three alike", "four alike", "one that narrows"],
+)
+def test_least_time_of_chains(problem: Problem) -> None:
     for budget in tight_budgets(problem):
         best = brute.least_time(problem, budget)
         plan = rotor.solve(problem, budget, OPTIONS)
         assert best is not None
         assert check(problem, plan.steps, budget).ok
         assert plan.time_us == best[0], budget
-
-
-def test_least_time_of_a_chain_that_narrows() -> None:
-    problem = chains.chain([5, 4, 3, 2], [1.0, 4.0, 2.0, 3.0], 2, reads_output=False)
-    for budget in tight_budgets(problem):
-        best = brute.least_time(problem, budget)
-        assert best is not None
-        assert rotor.solve(problem, budget, OPTIONS).time_us == best[0], budget
 
 
 @examples(40)
@@ -66,33 +64,18 @@ def test_never_better_than_the_best_and_always_possible(problem: Problem) -> Non
             assert plan.time_us >= best[0]
 
 
-@examples(60)
+@pytest.mark.parametrize("solver", [rotor, rockmate])
+@examples(40)
 @given(strategies.problems(min_ops=4, max_ops=12))
-def test_any_problem_is_solved_or_refused(problem: Problem) -> None:
+def test_any_problem_is_solved_or_refused(solver: ModuleType, problem: Problem) -> None:
     """Workspaces, in-place writes, outputs and ops that run once, in any arrangement."""
     try:
-        plan = rotor.solve(problem, 0, OPTIONS)
+        plan = solver.solve(problem, 0, OPTIONS)
     except NotAChain:
         return
     assert check(problem, plan.steps).ok
-    for other in rotor.whole_front(problem, OPTIONS).plans:
+    for other in solver.whole_front(problem, OPTIONS).plans:
         assert check(problem, other.steps, other.peak_bytes).ok
-
-
-@pytest.mark.parametrize("problem", [chains.homogeneous(12), chains.blocks(8)])
-def test_less_memory_never_takes_less_time(problem: Problem) -> None:
-    most = store_all_peak(problem)
-    plans = [rotor.solve(problem, budget, OPTIONS) for budget in range(0, most + 1, 3)]
-    for small, large in pairwise(plans):
-        assert small.time_us >= large.time_us
-        assert small.peak_bytes <= large.peak_bytes
-
-
-def test_least_peak_where_nothing_fits() -> None:
-    problem = chains.homogeneous(6)
-    plan = rotor.solve(problem, 1, OPTIONS)
-    assert plan.peak_bytes == brute.least_peak(chains.homogeneous(3))
-    assert plan.budget_bytes == 1
 
 
 def test_model_agrees_with_the_replay() -> None:

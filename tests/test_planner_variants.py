@@ -64,12 +64,6 @@ def test_every_solver_takes_alternatives(solver: str) -> None:
     assert check(take(problem, plan.variants), plan.steps, 350).ok
 
 
-def test_a_form_of_several_ops_is_taken_where_nothing_else_fits() -> None:
-    plan = solve(LOSS_PROBLEM, 400)
-    assert plan.variants == ("chunks",)
-    assert plan.peak_bytes <= 400
-
-
 def test_with_room_for_everything_the_fastest_forms_are_taken() -> None:
     assert solve(LOSS_PROBLEM, 10_000).variants == ()
     assert solve(LOSS_PROBLEM, None).variants == ()
@@ -101,14 +95,6 @@ def test_packing_and_running_again_are_weighed_against_each_other() -> None:
     assert not plan.repeats()
     alone = solve(take(problem, ()), 350)
     assert plan.time_us < alone.time_us
-
-
-def test_the_choice_counts_on_what_is_held_at_the_moments() -> None:
-    problem = layers(3)
-    combined = combine(problem)
-    for budget, packed in ((400, 0), (250, 1), (200, 2)):
-        choice = ChoiceMilp(combined, [combined.stage_of["down2"]], budget)
-        assert len(choice.names(choice.solve(Deadline(None)))) == packed
 
 
 def peaks(problem: Problem) -> tuple[int, int]:

@@ -226,16 +226,6 @@ def test_bytes_are_looked_at_below_a_place_that_others_hold() -> None:
     assert torch.equal(kept[0], torch.ones(256))
 
 
-def test_who_holds_a_storage_alone_holds_its_bytes() -> None:
-    run = placed(half(0, outlive=(0,)))
-    storage = run_at(run.forward, lambda: ask().fill_(1)).untyped_storage()
-    other = run_at(run.forward, lambda: ask().fill_(2))
-    assert where(run, other) == [None]
-    assert torch.equal(torch.empty(0).set_(storage), torch.ones(256))
-    del storage, other
-    assert where(run, run_at(run.forward, ask)) == [0]
-
-
 def test_what_is_freed_is_given_away_whoever_holds_it() -> None:
     """In each run again; elsewhere the storage has no bytes any more."""
     run, kept = placed(half(0, 0, None)), list[torch.Tensor]()
@@ -272,21 +262,6 @@ def test_dead_memory_is_poisoned() -> None:
     assert arena.block[:KIB].view(torch.float32).eq(1).all()
     assert arena.block[KIB:].view(torch.float32).isnan().all()
     assert first.sum() == 256
-
-
-def test_after_an_exception_what_its_traceback_holds_is_left_alone() -> None:
-    run = placed(half(0, 1))
-
-    def failing() -> None:
-        local = ask().fill_(1)
-        raise ValueError(local)
-
-    with pytest.raises(ValueError, match="tensor") as failed:
-        run_at(run.forward, failing)
-    assert where(run, *run_at(run.forward, lambda: [ask(), ask()])) == [None, 1]
-    assert torch.equal(failed.value.args[0], torch.ones(256))
-    del failed
-    assert where(run, *run_at(run.forward, lambda: [ask(), ask()])) == [0, 1]
 
 
 class _Code(torch.autograd.Function):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,12 +20,7 @@ OPTIONS: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    scopes.forget()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_budgets")
 
 
 class Trained:

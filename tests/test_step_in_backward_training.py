@@ -347,27 +347,6 @@ def test_gradients_are_never_on_the_host_together(executor: str, early: bool) ->
     assert (found.peak_bytes - held < gradients * 2 / 3) == early
 
 
-def test_a_step_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On CUDA a wait only holds the stream: the thread has to wait for what it was asked to do."""
-    done: list[str] = []
-
-    class Event:
-        def __init__(self, *, blocking: bool) -> None:
-            assert blocking
-
-        def synchronize(self) -> None:
-            done.append("here")
-
-    class Stream:
-        def record_event(self, event: Event) -> None:
-            done.append("recorded")
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
-    runtime.optimizer_steps.now_on(torch.device("cuda", 0))()
-    assert done == ["recorded", "here"]
-
-
 def test_verification_notices_weights_that_are_read_too_late() -> None:
     graph = fx.Graph()
     gradient, weight = graph.placeholder("gradient"), graph.placeholder("weight")

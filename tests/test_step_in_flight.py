@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import gc
 import logging
-import warnings
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,29 +21,17 @@ from fxremat.step import scope
 from fxremat.step.in_flight import watch_in_flight
 from fxremat.step.promise import Promise, PromisedVersion, RunVersions
 from tests.small import Language
+from tests.warned import warned
 
 HOST = torch.device("cpu")
 KIB = 1024
 Step = Callable[[], object]
 
 
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    scope.forget()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_budgets")
 
 
-@contextmanager
-def told() -> Iterator[list[fxremat.PromiseBroken]]:
-    """What is warned of inside, newest last."""
-    found: list[fxremat.PromiseBroken] = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        yield found
-    messages = [each.message for each in caught]
-    found += [message for message in messages if isinstance(message, fxremat.PromiseBroken)]
+told = partial(warned, fxremat.PromiseBroken)
 
 
 # --- models whose blocks are compiled one by one ------------------------------------------------

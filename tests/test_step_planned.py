@@ -298,13 +298,10 @@ def test_a_graph_that_runs_again_after_its_backward_is_planned_with_the_others()
 @pytest.mark.parametrize(
     ("make", "percent", "one_dict"),
     [
-        (two_breaks, 80, True),
         (two_breaks, 60, True),
         (two_breaks, None, True),
-        (loss_apart, 80, True),
         (loss_apart, 80, False),
         (loss_apart, None, True),
-        (loss_apart, None, False),
         pytest.param(parts_apart, 80, True, marks=pytest.mark.slow),
         (parts_apart, 60, True),
     ],

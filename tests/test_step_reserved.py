@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 import fxremat
@@ -33,7 +33,7 @@ from fxremat.step.recorder import StepRecorder
 from fxremat.step.runs import GraphInStep
 from fxremat.step.scope import BudgetScope
 from fxremat.step.versions import Offer, Part
-from tests.small import Block
+from tests.small import Language
 
 HERE = torch.device("cpu")
 RUNS = 4
@@ -272,26 +272,17 @@ def test_two_parts_are_known_when_the_last_is_compiled(caplog: pytest.LogCapture
     assert seen.reserved((0,) * RUNS, AllocatorSettings()) is not None
 
 
-class Language(nn.Module):
-    """Blocks between an embedding and a loss that is large beside them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(2000, 128)
-        self.blocks = nn.ModuleList(Block(128) for _ in range(3))
-        self.head = nn.Linear(128, 2000)
+class WithLoss(Language):
+    """Its loss is large beside its blocks."""
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return F.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
+        return F.cross_entropy(super().forward(tokens).flatten(0, 1), tokens.flatten())
 
 
 def looked_at() -> StepRecorder:
     """One step of a model, with its events."""
     torch._dynamo.reset()
-    model, tokens = Language(), torch.zeros(8, 512, dtype=torch.long)
+    model, tokens = WithLoss(2000, 3, 128), torch.zeros(8, 512, dtype=torch.long)
     for block in model.blocks:
         block.compile()
     options = {"memory_budget": "1GiB", "solver": "greedy", "variants": "none"}

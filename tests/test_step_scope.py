@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,12 +16,7 @@ QUICK: dict[str, Any] = {"executor": "aot_eager", "solver": "greedy"}
 BUDGET = "64MiB"
 
 
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    scope.forget()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_budgets")
 
 
 def compiled(model: nn.Module, **options: Any) -> Any:
@@ -45,16 +39,6 @@ def test_a_budget_is_the_same_however_it_is_given(monkeypatch: pytest.MonkeyPatc
     assert len(only.given.parameters) == 2 * len(calls)
     compiled(nn.Linear(8, 12), memory_budget="65MiB")(torch.ones(4, 8)).sum().backward()
     assert len(scope._SCOPES) == 2
-
-
-def test_each_sees_what_the_others_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FXREMAT_MEMORY_BUDGET", BUDGET)
-    first, second, x = nn.Linear(8, 8), nn.Linear(8, 8), torch.ones(4, 8)
-    compiled(first, memory_budget=BUDGET)(x).sum().backward()
-    compiled(second)(torch.ones(4, 8)).sum().backward()
-    [only] = scope._SCOPES.values()
-    held = only.neighbours((0, None), second.parameters(), (), torch.device("cpu"), 1)
-    assert held.resident == 2 * sum(weight.nbytes for weight in first.parameters())
 
 
 def test_what_is_gone_counts_no_longer() -> None:

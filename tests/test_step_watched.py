@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-import warnings
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,27 +21,17 @@ from fxremat.sizes import MIB, parse_bytes
 from fxremat.step import scope
 from fxremat.step.promise import Observed
 from tests.small import Block
+from tests.warned import warned
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 QUICK: dict[str, Any] = {"executor": "aot_eager", "solver": "greedy", "variants": "none"}
 WORDS = 4000
 
 
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    scope.forget()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_budgets")
 
 
-@contextmanager
-def told() -> Iterator[list[BudgetExceeded]]:
-    found: list[BudgetExceeded] = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        yield found
-    found += [each.message for each in caught if isinstance(each.message, BudgetExceeded)]
+told = partial(warned, BudgetExceeded)
 
 
 class Case:

@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from tests.ranks import LEAST, PERCENTS, Blocks, Found, Trained, compared, kept, on_ranks
+from tests.ranks import LEAST, PERCENTS, Blocks, Trained, in_way, kept, on_ranks
 
 WIDTH = 64
 
@@ -61,13 +61,6 @@ class Parallel(Trained):
         return self.model, self.x
 
 
-def parallel(rank: int, data: int, way: str, percents: tuple[int, ...]) -> dict[str, Found]:
-    def make(**how: Any) -> Parallel:
-        return Parallel(rank, data, way, **how)
-
-    return {way: compared(make, percents)}
-
-
 class GathersItself(nn.Linear):
     """A layer whose weight lies in parts on the ranks, and is gathered in its forward."""
 
@@ -100,19 +93,12 @@ class Gathering(Trained):
         return self.model, self.x
 
 
-def gathering(rank: int) -> dict[str, Found]:
-    def make(**how: Any) -> Gathering:
-        return Gathering(rank, **how)
-
-    return {"gathering": compared(make, (90, LEAST))}
-
-
 @pytest.mark.slow
 def test_parameters_are_gathered_again_where_that_saves_bytes(tmp_path: Path) -> None:
     """What is gathered is most of what plain keeps; sums over ranks run once."""
-    found = on_ranks(2, tmp_path, gathering)
+    found = on_ranks(2, tmp_path, partial(in_way, model=Gathering, given=(), percents=(90, LEAST)))
     kept(found)
-    high, least = found[0]["gathering"]
+    [(high, least)] = found[0].values()
     assert least["budget"] < 0.85 * high["plain"]
     [steps] = least["plans"]
     assert sum(step.startswith("all_gather") for step in steps) > 6
@@ -126,10 +112,11 @@ def test_parameters_are_gathered_again_where_that_saves_bytes(tmp_path: Path) ->
 def test_ranks_of_one_model_keep_their_budgets(
     tmp_path: Path, way: str, percents: tuple[int, ...]
 ) -> None:
-    kept(on_ranks(2, tmp_path, partial(parallel, data=1, way=way, percents=percents)))
+    work = partial(in_way, model=Parallel, given=(1, way), percents=percents)
+    kept(on_ranks(2, tmp_path, work))
 
 
 @pytest.mark.slow
 def test_four_ranks_keep_their_budgets_below_fsdp(tmp_path: Path) -> None:
-    work = partial(parallel, data=2, way="each block", percents=PERCENTS)
+    work = partial(in_way, model=Parallel, given=(2, "each block"), percents=PERCENTS)
     kept(on_ranks(4, tmp_path, work))

@@ -24,7 +24,12 @@ from tests.examples import examples
 from tests.graphs import batch, calls
 from tests.host_weights import batches, language, loss_of, moved
 from tests.prepared import Spoil, Twice, as_given, prepare_wrongly, prepared
-from tests.test_verify_data_flow import copy_a_random_call, one, read_a_copied_random_call
+from tests.test_verify_data_flow import (
+    copy_a_random_call,
+    lose_an_update,
+    one,
+    read_a_copied_random_call,
+)
 
 ATEN = torch.ops.aten
 
@@ -54,22 +59,6 @@ def _traced(name: str, fused: bool) -> Draft:
 def test_right_graphs_pass(name: str) -> None:
     """As eager operators they are verified wherever tests capture a graph."""
     assert "accumulation" in prepared(draft_of(name, fused=True), fused=True, accumulate=True)
-
-
-@pytest.mark.parametrize(
-    ("name", "fused", "what"),
-    [
-        ("tied", True, "gradient sums"),
-        ("twice", True, "gradient sums"),
-        ("host", False, "sums before leaving"),
-        ("host", True, "gradient sums"),
-        ("save nothing", False, "must recompute"),
-        ("save addmms", False, "must recompute"),
-        ("batch norm", True, "clean up"),
-    ],
-)
-def test_every_pass_has_something_to_do(name: str, fused: bool, what: str) -> None:
-    assert what in prepared(draft_of(name, fused), fused=fused)
 
 
 def test_an_overwritten_input_that_the_backward_reads_is_cloned_once() -> None:
@@ -165,12 +154,6 @@ def merge_what_is_drawn(graph: fx.Graph) -> None:
     first, second = calls(graph, ATEN.randn_like)
     second.replace_all_uses_with(first)
     graph.erase_node(second)
-
-
-def lose_an_update(graph: fx.Graph) -> None:
-    node = one(graph, ATEN.copy_)
-    node.replace_all_uses_with(node.all_input_nodes[0])
-    graph.erase_node(node)
 
 
 def update_from_another(graph: fx.Graph) -> None:

@@ -198,17 +198,9 @@ BROKEN: dict[str, tuple[str, str, Change]] = {
     "a wrong axis": ("mlp", "chunked_mlp", in_stand_ins(flipped, 2)),
     "shifted rows": ("mlp", "chunked_mlp", in_stand_ins(shifted, 2)),
     "shifted masks": ("dropout", "packed_masks", in_stand_ins(shifted, 2)),
-    "shifted norms": ("norms", "norm_from_output", in_stand_ins(shifted, 2)),
-    "shifted images": ("images", "pool_gradient", in_stand_ins(shifted, 2)),
     "shifted gradients": ("images", "split_gradients", in_stand_ins(shifted, 2)),
     "scaled rows": ("mlp", "chunked_mlp", in_stand_ins(scaled)),
-    "turned rows": ("mlp", "chunked_mlp", in_stand_ins(negated)),
     "turned masks": ("dropout", "packed_masks", in_stand_ins(negated)),
-    "turned norms": ("norms", "norm_from_output", in_stand_ins(negated)),
-    "turned losses": ("words", "chunked_loss", in_stand_ins(negated)),
-    "turned images": ("images", "pool_gradient", in_stand_ins(negated)),
-    "turned bytes": ("mlp", "saved_8bit", in_stand_ins(negated)),
-    "scaled halves": ("mlp", "saved_bf16", in_stand_ins(scaled)),
     "rows that count are ignored": (
         "words", "chunked_loss", in_ignored(lambda said: replace(said, number=LAST_WORD))
     ),
