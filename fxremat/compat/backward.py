@@ -197,7 +197,7 @@ def hooks_on_node(node: Any) -> int:
     return count
 
 
-def at_end_of_backward(call: Callable[[], None]) -> None:
+def at_end_of_backward(call: Callable[[], object]) -> None:
     """Have ``call()`` called at the end of the backward that is running, unless it fails."""
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
@@ -267,15 +267,12 @@ def when_freed(node: Any, call: Callable[[], object]) -> None:
 
     By a hook before the node: one behind it would keep the incoming gradients until then.
     """
-    hook: Any = partial(_unless_kept, call)
-    hook.is_ours = True
-    node.register_prehook(hook)
 
+    def unless_kept() -> None:
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            call()
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _unless_kept(call: Callable[[], object], _: object) -> None:
-    if not torch._C._autograd._get_current_graph_task_keep_graph():
-        call()
+    when_backward_begins(node, unless_kept)
 
 
 def when_backward_begins(node: Any, call: Callable[[], object]) -> None:
@@ -292,15 +289,7 @@ def _before(call: Callable[[], object], _: object) -> None:
 
 def when_backward_ends(node: Any, call: Callable[[], object]) -> None:
     """Have ``call()`` called at the end of each backward that runs ``node``."""
-    hook: Any = partial(_at_the_end, call)
-    hook.is_ours = True
-    node.register_prehook(hook)
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _at_the_end(call: Callable[[], object], _: object) -> None:
-    engine: Any = torch.autograd.Variable._execution_engine
-    engine.queue_callback(call)
+    when_backward_begins(node, partial(at_end_of_backward, call))
 
 
 def saved_by(node: Any) -> list[torch.Tensor]:
