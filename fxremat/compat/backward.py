@@ -76,8 +76,9 @@ _STARTING = Lock()
 
 def watch_backwards() -> None:
     """From now on `leaves_of_one_edge` knows where backwards begin."""
-    original = getattr(torch.autograd, "_engine_run_backward", None)
-    if original is None or hasattr(original, "watches"):
+    autograd: Any = torch.autograd
+    original = autograd._engine_run_backward
+    if hasattr(original, "watches"):
         return
 
     @wraps(original)
@@ -98,7 +99,6 @@ def watch_backwards() -> None:
 
     watched.watches = True  # type: ignore[attr-defined]
     compiler: Any = torch.compiler
-    autograd: Any = torch.autograd
     autograd._engine_run_backward = compiler.disable(watched, recursive=False)
 
 
@@ -180,7 +180,7 @@ def _will_run(node: Any) -> bool:
 
 def hooks_on(leaf: torch.Tensor) -> int:
     """How many hooks a leaf has that see its gradient, before or after it is accumulated."""
-    kinds = (leaf._backward_hooks, getattr(leaf, "_post_accumulate_grad_hooks", None))
+    kinds = (leaf._backward_hooks, leaf._post_accumulate_grad_hooks)
     return sum(len(hooks) for hooks in kinds if hooks)
 
 
@@ -199,7 +199,8 @@ def hooks_on_node(node: Any) -> int:
 
 def at_end_of_backward(call: Callable[[], object]) -> None:
     """Have ``call()`` called at the end of the backward that is running, unless it fails."""
-    torch.autograd.Variable._execution_engine.queue_callback(call)
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(call)
 
 
 def _no_hook(*_: Any) -> None:
