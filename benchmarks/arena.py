@@ -1,7 +1,6 @@
 """How much of the memory for planned addresses nobody uses: the arena, and the pool beside it.
 
     python -m benchmarks.arena
-    python -m benchmarks.arena --thorough
 
 First the seven steps that were recorded for an H200 (`benchmarks/results/steps`). They do not say
 which buffers the code itself allocates, so that all but results lie in the arena. Then steps for an
@@ -106,11 +105,11 @@ def _calls(events: Sequence[Event]) -> tuple[CodeBuffer, ...]:
     return tuple(CodeBuffer(e.name, (e.nbytes,), (1,), "torch.uint8", 1) for e in made)
 
 
-def measured(name: str, run: RunEvents, thorough: bool) -> Row:
+def measured(name: str, run: RunEvents) -> Row:
     """Arrange, take the time, check."""
     order, alignment = last_first(1), ALIGNMENT_BYTES["cuda"]
     started = time.perf_counter()
-    arranged = arrange([run], order, "cuda", thorough=thorough)
+    arranged = arrange([run], order, "cuda")
     seconds = time.perf_counter() - started
     check_layout([run], order, arranged.layout, alignment)
     events = [event for _, event in in_sequence([run], order)]
@@ -137,9 +136,8 @@ def main(given: Sequence[str] | None = None) -> int:
     """Print a row for each step, and the median and the worst of what is unused."""
     parser = argparse.ArgumentParser("python -m benchmarks.arena", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--thorough", action="store_true", help="as for a plan that is taken")
-    options = parser.parse_args(given)
-    rows = [measured(name, run, options.thorough) for name, run in recorded_runs()]
+    parser.parse_args(given)
+    rows = [measured(name, run) for name, run in recorded_runs()]
     print(format_table([HEAD, *(row.cells() for row in rows)]))
     unused = [row.unused for row in rows]
     print(f"unused: median {statistics.median(unused):.2%}, worst {max(unused):.2%}")

@@ -22,13 +22,13 @@ from fxremat.memory.allocator.settings import AllocatorSettings
 from fxremat.memory.common_pool import CommonPool
 from fxremat.memory.composed_steps import outside_in_order
 from fxremat.memory.layout import arrange
-from fxremat.memory.loop.recorder import Libraries, LoopRecord, LoopRecorder
-from fxremat.memory.loop.replay import LoopUsage, replay_loop
-from fxremat.memory.loop.stand_in import Arena, LoopGraph, StandIn, on_device, runs_as
 from fxremat.memory.reserved_bytes import keep_too_much
 from fxremat.report.report import Report
 
 from .graphs import TracedModel, checkpointed, planned_together, scratch_of_card, traced_graphs
+from .recorder import Libraries, LoopRecord, LoopRecorder
+from .replay import LoopUsage, replay_loop
+from .stand_in import Arena, LoopGraph, StandIn, on_device, runs_as
 from .steps import LOOPS, OPTIMIZERS
 
 STAY = "training, gradients stay"

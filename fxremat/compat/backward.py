@@ -76,8 +76,9 @@ _STARTING = Lock()
 
 def watch_backwards() -> None:
     """From now on `leaves_of_one_edge` knows where backwards begin."""
-    original = getattr(torch.autograd, "_engine_run_backward", None)
-    if original is None or hasattr(original, "watches"):
+    autograd: Any = torch.autograd
+    original = autograd._engine_run_backward
+    if hasattr(original, "watches"):
         return
 
     @wraps(original)
@@ -98,7 +99,6 @@ def watch_backwards() -> None:
 
     watched.watches = True  # type: ignore[attr-defined]
     compiler: Any = torch.compiler
-    autograd: Any = torch.autograd
     autograd._engine_run_backward = compiler.disable(watched, recursive=False)
 
 
@@ -180,7 +180,7 @@ def _will_run(node: Any) -> bool:
 
 def hooks_on(leaf: torch.Tensor) -> int:
     """How many hooks a leaf has that see its gradient, before or after it is accumulated."""
-    kinds = (leaf._backward_hooks, getattr(leaf, "_post_accumulate_grad_hooks", None))
+    kinds = (leaf._backward_hooks, leaf._post_accumulate_grad_hooks)
     return sum(len(hooks) for hooks in kinds if hooks)
 
 
@@ -197,9 +197,10 @@ def hooks_on_node(node: Any) -> int:
     return count
 
 
-def at_end_of_backward(call: Callable[[], None]) -> None:
+def at_end_of_backward(call: Callable[[], object]) -> None:
     """Have ``call()`` called at the end of the backward that is running, unless it fails."""
-    torch.autograd.Variable._execution_engine.queue_callback(call)
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(call)
 
 
 def _no_hook(*_: Any) -> None:
@@ -267,15 +268,12 @@ def when_freed(node: Any, call: Callable[[], object]) -> None:
 
     By a hook before the node: one behind it would keep the incoming gradients until then.
     """
-    hook: Any = partial(_unless_kept, call)
-    hook.is_ours = True
-    node.register_prehook(hook)
 
+    def unless_kept() -> None:
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            call()
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _unless_kept(call: Callable[[], object], _: object) -> None:
-    if not torch._C._autograd._get_current_graph_task_keep_graph():
-        call()
+    when_backward_begins(node, unless_kept)
 
 
 def when_backward_begins(node: Any, call: Callable[[], object]) -> None:
@@ -292,15 +290,7 @@ def _before(call: Callable[[], object], _: object) -> None:
 
 def when_backward_ends(node: Any, call: Callable[[], object]) -> None:
     """Have ``call()`` called at the end of each backward that runs ``node``."""
-    hook: Any = partial(_at_the_end, call)
-    hook.is_ours = True
-    node.register_prehook(hook)
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _at_the_end(call: Callable[[], object], _: object) -> None:
-    engine: Any = torch.autograd.Variable._execution_engine
-    engine.queue_callback(call)
+    when_backward_begins(node, partial(at_end_of_backward, call))
 
 
 def saved_by(node: Any) -> list[torch.Tensor]:

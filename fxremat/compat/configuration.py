@@ -49,7 +49,7 @@ def cache_directory() -> str:
 
 def caches_disabled() -> bool:
     """Whether Inductor is asked to keep nothing on disk and to read nothing from there."""
-    return bool(getattr(inductor_config, "force_disable_caches", False))
+    return bool(inductor_config.force_disable_caches)
 
 
 def inductor_patches(mode: str | None, options: Mapping[str, Any]) -> dict[str, Any]:

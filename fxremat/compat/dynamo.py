@@ -370,9 +370,7 @@ def leave_out_logs(functions: Iterable[Callable[..., Any]]) -> None:
     """Have Dynamo leave out calls of these functions, which log something, from now on."""
     import torch._dynamo.config as dynamo_config
 
-    name = "ignore_logging_functions"
-    known: set[Any] = getattr(dynamo_config, name, None) or dynamo_config.ignore_logger_methods
-    known.update(functions)
+    dynamo_config.ignore_logging_functions.update(functions)
 
 
 def mark_dynamic(

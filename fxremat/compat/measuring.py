@@ -20,10 +20,10 @@ def random_state_kept() -> Iterator[None]:
         yield
 
 
-def keep_busy(device: torch.device, cycles: int = 400_000) -> None:
+def keep_busy(device: torch.device) -> None:
     """Have a GPU do nothing for some 0.2 ms, in which the host asks it for what is to be timed."""
     with torch.cuda.device(device):
-        torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
+        torch.cuda._sleep(400_000)  # type: ignore[no-untyped-call]
 
 
 def recorded_allocations(run: Callable[[], object], device: torch.device) -> dict[str, Any]:

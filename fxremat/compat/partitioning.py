@@ -75,10 +75,8 @@ def extract_forward_backward(
         num_fwd_outputs=num_fwd_outputs,
         static_lifetime_input_nodes=OrderedSet(static_inputs),
     )
-    thread = getattr(_partitioners, "thread_graphsafe_rng_from_hops", None)
-    if thread is not None:
-        forward = thread(forward, is_backward=False)
-        backward = thread(backward, is_backward=True)
+    forward = _partitioners.thread_graphsafe_rng_from_hops(forward, is_backward=False)
+    backward = _partitioners.thread_graphsafe_rng_from_hops(backward, is_backward=True)
     used = {node.name for node in module.graph.nodes if node.users}
     for half in (forward, backward):
         _drop_repeated(half, used)

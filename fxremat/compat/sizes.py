@@ -98,9 +98,7 @@ def _source(env: ShapeEnv, symbol: Any) -> str:
     sources = env.var_to_sources.get(symbol)
     if not sources:
         return str(symbol)
-    name = sources[0].name
-    text = str(name() if callable(name) else name)
-    return re.sub(r"L\['(\w+)'\]", r"\1", text)
+    return re.sub(r"L\['(\w+)'\]", r"\1", sources[0].name)
 
 
 def _symbol_bound(env: ShapeEnv, symbol: Any) -> int:
@@ -109,7 +107,7 @@ def _symbol_bound(env: ShapeEnv, symbol: Any) -> int:
         return at.values[symbol]
     declared, seen = _declared_bound(env, symbol), _seen(env, symbol)
     if declared is None and seen is None:
-        return 1 if symbol in _hints(env) else 4096
+        return 1 if symbol in env.backed_var_to_val else 4096
     return cast("int", seen if declared is None else declared)
 
 
@@ -119,14 +117,9 @@ def _seen(env: ShapeEnv, symbol: Any) -> int | None:
     The lengths of the rows of a jagged tensor are a symbol, too: a name that stands for no number.
     """
     try:
-        return int(_hints(env)[symbol])
+        return int(env.backed_var_to_val[symbol])
     except (KeyError, TypeError):
         return None
-
-
-def _hints(env: ShapeEnv) -> Mapping[Any, Any]:
-    name = "backed_var_to_val" if hasattr(env, "backed_var_to_val") else "var_to_val"
-    return cast("Mapping[Any, Any]", getattr(env, name))
 
 
 def plan_for_sizes_seen(graph: fx.Graph) -> None:

@@ -153,10 +153,6 @@ CPU as much (at least 1 MiB) may be exceeded: Python and the C library allocate 
 
 # --- memory of graphs ----------------------------------------------------------------------
 
-REPAIRS = 10
-"""Of the best greedy order for an arena that is taken: recorded steps of BERT and DeBERTa leave 1.3
-and 2.4 % unused without, 0.7 and 1.4 % with 10 and with 30 (`benchmarks.arena`)."""
-
 PARTS_OUTSIDE = (0.0, 0.02, 0.15, 0.3)
 """Parts of the peak that are kept outside of an arena, one after the other.
 

@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from typing import TypeGuard
 
 from fxremat.core.addresses import Buffer, Placement
-from fxremat.core.constants import FIRST_SEGMENTS, LITTLE_UNUSED, PARTS_OUTSIDE, REPAIRS
+from fxremat.core.constants import FIRST_SEGMENTS, LITTLE_UNUSED, PARTS_OUTSIDE
 from fxremat.core.events import Allocate, Backward, Event, Forward, Free, Outside, RunEvents
 from fxremat.core.layout import CodeBuffer, HalfLayout, RunLayout, StepLayout
 from fxremat.core.step import Order
@@ -88,14 +88,13 @@ def arrange(
     device: str,
     *,
     settings: AllocatorSettings | None = None,
-    thorough: bool = False,
     outside: Sequence[Outside] = (),
 ) -> Arranged:
     """Places what the code of these runs asks for, where they go forward and backward in order.
 
     ``device`` is its type, such as "cuda"; there a private pool with these ``settings`` has what
-    lies outside. What never runs is not placed. ``thorough`` takes longer, and leaves less unused.
-    What is known of several runs to happen ``outside`` says who holds what one gives to another.
+    lies outside. What never runs is not placed. What is known of several runs to happen ``outside``
+    says who holds what one gives to another.
     """
     asked = runs
     if device != "cpu":  # there what lies outside costs nothing but its bytes
@@ -123,9 +122,9 @@ def arrange(
         return Arranged(StepLayout(layouts, placement.arena_bytes), tuple(names))
 
     if device == "cpu":
-        return arranged(_within_peak(PartialArena(buffers, rest, 1), thorough))
+        return arranged(_within_peak(PartialArena(buffers, rest, 1)))
     arena, best = PartialArena(buffers, rest, ALIGNMENT_BYTES[device]), list[Arranged]()
-    for placement in _placements(arena, thorough):
+    for placement in _placements(arena):
         one = arranged(placement)
         if len(runs) > 1 and outside:
             events, second = asked_of_pools(asked, one.placed, outside)
@@ -211,18 +210,17 @@ def _of_own_pool(events: Iterable[Event]) -> Iterator[Event]:
             yield event
 
 
-def _placements(arena: PartialArena, thorough: bool) -> Iterator[Placement]:
+def _placements(arena: PartialArena) -> Iterator[Placement]:
     """All in the arena; then, if others need memory, with larger and larger parts kept outside."""
-    repairs = REPAIRS if thorough else 0
-    yield place(arena.buffers, repairs=repairs)
+    yield place(arena.buffers)
     if arena.least_outside > LITTLE_UNUSED * arena.peak_bytes or arena.unit == 1:
         for part in PARTS_OUTSIDE:
-            yield arena.place(part, repairs)
+            yield arena.place(part)
 
 
-def _within_peak(arena: PartialArena, thorough: bool) -> Placement:
+def _within_peak(arena: PartialArena) -> Placement:
     """As much as keeps the arena and all outside of it within the peak of what is alive."""
-    for placement in _placements(arena, thorough):
+    for placement in _placements(arena):
         if arena.total_bytes(placement) <= arena.peak_bytes:
             return placement
     return Placement({}, 0)

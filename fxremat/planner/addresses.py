@@ -2,10 +2,10 @@
 
 Sizes and lifetimes are known before the step runs, so nothing is left to an allocator, and the
 arena can be nearly as small as the bytes alive at the peak. Buffers are put one after the other,
-each into a gap that those before it leave, in several orders; the best one counts. It can be
-repaired: what reaches too high comes earlier. One buffer takes a few array operations, so that
-20,000 buffers take seconds. The verifier is `fxremat.core.check_addresses`; a search that fits more
-of what is made to be hard, but no more of recorded steps, is `benchmarks.placing`.
+each into a gap that those before it leave, in several orders; the best one counts. One buffer takes
+a few array operations, so that 20,000 buffers take seconds. The verifier is
+`fxremat.core.check_addresses`; a search that fits more of what is made to be hard, but no more of
+recorded steps, is `benchmarks.placing`.
 
 Time is cut into sections. A section is a greatest set of buffers that are alive at one step; the
 sections are in the order of time. Two buffers are alive at one step exactly if both are in one
@@ -15,7 +15,6 @@ and Gross, 1965). There are no more sections than buffers, however long the step
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -31,10 +30,8 @@ from fxremat.planner.deadline import Deadline
 Ints = npt.NDArray[np.int64]
 
 
-def place(
-    buffers: Sequence[Buffer], *, repairs: int = 0, time_limit_s: float | None = None
-) -> Placement:
-    """Offsets in the smallest arena that the greedy orders give, and so many repairs of the best.
+def place(buffers: Sequence[Buffer], *, time_limit_s: float | None = None) -> Placement:
+    """Offsets in the smallest arena that the greedy orders give.
 
     Parts of time across which nothing is alive are placed alone, all from offset 0. The same
     buffers give the same placement, unless the time limit in seconds leaves orders out. Raises
@@ -43,7 +40,7 @@ def place(
     deadline = Deadline(time_limit_s)
     drafts = drafts_of(buffers)
     goal = max((draft.sections.least_bytes for draft in drafts), default=0)
-    return placement(buffers, [draft.by_greedy(goal, deadline, repairs) for draft in drafts])
+    return placement(buffers, [draft.by_greedy(goal, deadline) for draft in drafts])
 
 
 def drafts_of(buffers: Sequence[Buffer]) -> list[Draft]:
@@ -86,25 +83,15 @@ class Draft:
             return self
         return Draft(self.sections, tuple(offsets), arena_bytes)
 
-    def by_greedy(
-        self, goal: int, deadline: Deadline, repairs: int = 0, outside: Outside | None = None
-    ) -> Draft:
-        """The best of the greedy orders and repairs; the first that reaches the goal is enough."""
-        best, tried = self, list[_Tried]()
+    def by_greedy(self, goal: int, deadline: Deadline, outside: Outside | None = None) -> Draft:
+        """The best of the greedy orders; the first that reaches the goal is enough."""
+        best = self
         rounds = max(1, constants.ADDRESS_BUFFERS // len(self.offsets))
         ways = list(product(orders(self.sections).values(), (False, True)))
         for order, best_fit in ways[:rounds]:
             if best.arena_bytes <= goal or not deadline.running():
-                return best
-            tried.append(_Tried.put(self.sections, order, best_fit, outside))
-            best = best.or_better(tried[-1].offsets)
-        one, chance = min(tried, key=lambda one: one.arena_bytes), random.Random(0)
-        for _ in range(repairs):
-            if best.arena_bytes <= goal or not deadline.running():
                 break
-            repaired = one.repaired(goal, chance)
-            one = min(repaired, one, key=lambda one: one.arena_bytes)
-            best = best.or_better(repaired.offsets)
+            best = best.or_better(place_in_order(self.sections, order, best_fit, outside))
         return best
 
 
@@ -128,41 +115,6 @@ class Outside:
             return False
         live[span] += self.size[index]
         return True
-
-
-@dataclass(frozen=True)
-class _Tried:
-    """What an order gives, the gap being the smallest that fits or the lowest."""
-
-    sections: Sections
-    order: list[int]
-    best_fit: bool
-    outside: Outside | None
-    offsets: list[int | None]
-    arena_bytes: int
-
-    @staticmethod
-    def put(
-        sections: Sections, order: list[int], best_fit: bool, outside: Outside | None
-    ) -> _Tried:
-        """Place in this order."""
-        offsets = place_in_order(sections, order, best_fit, outside)
-        arena_bytes = arena_of(sections, offsets)
-        return _Tried(sections, order, best_fit, outside, offsets, arena_bytes)
-
-    def repaired(self, goal: int, chance: random.Random) -> _Tried:
-        """The same with the buffers that reach above the goal earlier in the order.
-
-        They come first of all, or anywhere before their place: squeaky wheel optimization (Joslin
-        and Clements, 1999).
-        """
-        place_of = {index: float(place) for place, index in enumerate(self.order)}
-        until = chance.choice((0.0, 0.5, 1.0))
-        for index, offset in enumerate(self.offsets):
-            if offset is not None and offset + self.sections.size[index] > goal:
-                place_of[index] = place_of[index] * chance.uniform(0, until) - 0.5
-        order = sorted(self.order, key=lambda index: place_of[index])
-        return _Tried.put(self.sections, order, self.best_fit, self.outside)
 
 
 def arena_of(sections: Sections, offsets: Sequence[int | None]) -> int:

@@ -49,7 +49,7 @@ class PartialArena:
         outside = (k for k, one in enumerate(self._all) if one.name not in found)
         return placement.arena_bytes + int(self._live_of(outside).max(initial=0))
 
-    def place(self, part: float, repairs: int = 0) -> Placement:
+    def place(self, part: float) -> Placement:
         """With this part of the peak outside, or so much more that the others have room there.
 
         What fits neither the arena nor the room outside makes the arena larger. If it is alive at
@@ -62,7 +62,7 @@ class PartialArena:
             room = int(live.max(initial=0))
             outside = Outside(self.peak_bytes - room, room, live, frozenset(kept), self._bytes)
             draft = Draft(self._sections, (None,) * len(self._all), sys.maxsize)
-            draft = draft.by_greedy(outside.goal, Deadline(None), repairs, outside)
+            draft = draft.by_greedy(outside.goal, Deadline(None), outside)
             found = placement([], [draft])
             if self.total_bytes(found) >= self.total_bytes(best):
                 break

@@ -136,7 +136,7 @@ def _lowered(
         lowering.run(*inputs)
         with nullcontext() if with_kernels else _without_vectors():
             code = lowering.codegen()
-        generated = _generated(lowering, str(getattr(code[0], "value", code[0])))
+        generated = _generated(lowering, str(code[0].value))
         if not with_kernels:
             return generated
         key = lowering_key(module, inputs, is_backward=is_backward, donated=donated)
@@ -232,7 +232,7 @@ def _generated(lowering: Any, source: str) -> Generated:
         constants={
             **lowering.constants,
             **lowering.torchbind_constants,
-            **getattr(lowering, "opaque_value_type_classes", {}),
+            **lowering.opaque_value_type_classes,
         },
         origin_of={
             name: str(unmarked(node).name)

@@ -209,7 +209,7 @@ def _kernel_of(task: Any) -> _Kernel | None:
     """The kernel that a task of Inductor's compiles; None if it does something else."""
     from torch._inductor import codecache
 
-    worker = getattr(codecache, "_worker_compile_cpp", None)
+    worker: Any = codecache._worker_compile_cpp
     if not isinstance(task, functools.partial) or task.func is not worker or os.name == "nt":
         return None
     _, builders = task.args

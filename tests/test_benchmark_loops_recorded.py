@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from benchmarks.loops.recorded import TUNING_BYTES, recorded_steps, reserved_in_steps
+from benchmarks.loops.recorder import Libraries, LoopRecord, LoopRecorder
+from benchmarks.loops.replay import replay_loop
+from benchmarks.loops.stand_in import Arena, LoopGraph, StandIn, on_device, runs_as
 from fxremat.core.events import Allocate, EmptyCache, Free, Given, RunEvents
 from fxremat.core.layout import CodeBuffer, HalfLayout, RunLayout
-from fxremat.memory.loop.recorder import Libraries, LoopRecord, LoopRecorder
-from fxremat.memory.loop.replay import replay_loop
-from fxremat.memory.loop.stand_in import Arena, LoopGraph, StandIn, on_device, runs_as
 from fxremat.sizes import MIB
 
 WEIGHTS, WIDTH = 3, 1024

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from fxremat.core.events import Allocate, EmptyCache, Free
 from fxremat.memory.allocator.caching import CachingAllocator
 from fxremat.memory.allocator.settings import AllocatorSettings
-from fxremat.memory.loop.recorder import ARENA, Happening, LoopRecord, Moment
+
+from .recorder import ARENA, Happening, LoopRecord, Moment
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,8 @@ from torch.utils import _pytree as pytree
 
 from fxremat.core.events import Allocate, Event, Free, Given, RunEvents
 from fxremat.core.layout import HalfLayout, RunLayout
-from fxremat.memory.loop.recorder import ARENA, LoopRecorder, Place
+
+from .recorder import ARENA, LoopRecorder, Place
 
 
 @dataclass(frozen=True)
