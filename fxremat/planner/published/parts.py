@@ -91,17 +91,17 @@ class Part:
 
     def schedules(
         self,
-        whole_bytes: int,
+        whole: int,
         may_rerun: Callable[[int], bool],
         deadline: Deadline,
         improve: Callable[[ParetoFront], None] = lambda front: None,
     ) -> Iterator[Steps]:
-        """What evictions find for the part alone, with pauses of up to ``whole_bytes``."""
+        """What evictions find for the part alone, with pauses of up to ``whole``."""
         ops = (*self.forward, -1, *self.backward)
         for pause in constants.HALVES:
             if not deadline.running():
                 return
-            model = build_model(self.problem(int(pause * whole_bytes), may_rerun))
+            model = build_model(self.problem(int(pause * whole), may_rerun))
             front = eviction_front(model, deadline)
             improve(front)
             for entry in front.final_entries():
@@ -179,7 +179,7 @@ def not_beaten(weighed: Iterable[tuple[tuple[float, ...], Item]], most: int) -> 
     return [item for _, item in kept[:: max(1, -(-len(kept) // most))]]
 
 
-def worst_bytes(model: IndexedProblem, steps: Sequence[int], keep: frozenset[int]) -> int:
+def most_alive(model: IndexedProblem, steps: Sequence[int], keep: frozenset[int]) -> int:
     """Bytes at the worst step, of what the steps touch; values in ``keep`` stay to the end.
 
     Backwards: a copy is held while the next that happens to it is a read, as a replay counts it.

@@ -39,7 +39,7 @@ from fxremat.planner.published.parts import (
     Steps,
     not_beaten,
     read_later,
-    worst_bytes,
+    most_alive,
 )
 
 NAME = "hrockmate"
@@ -158,7 +158,7 @@ def _figures(part: Part, steps: Steps) -> tuple[float, ...]:
     """What a level above chooses an option by: bytes saved, time, the peak of the backward."""
     model = part.model
     saved = sum(model.bytes[v] for v in read_later(model, steps) if model.evictable(v))
-    return saved, sum(model.time[op] for op in steps), worst_bytes(model, steps, frozenset())
+    return saved, sum(model.time[op] for op in steps), most_alive(model, steps, frozenset())
 
 
 def _distinct_ops(clusters: Iterable[Part]) -> int:

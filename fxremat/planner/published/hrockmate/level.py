@@ -24,7 +24,7 @@ from fxremat.core.variants import take
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.indexed_problem import INPUT, build_model
 from fxremat.planner.published.hrockmate.decomposition import Decomposition
-from fxremat.planner.published.parts import Steps, makers, read_later, worst_bytes
+from fxremat.planner.published.parts import Steps, makers, read_later, most_alive
 from fxremat.planner.variants.all_variants import combine
 from fxremat.planner.variants.choice_milp import ChoiceMilp
 from fxremat.planner.variants.choose_and_plan import runs_that_hold
@@ -78,7 +78,7 @@ class Level:
         variants = [self._variant(c, o) for c in clusters for o in range(1, len(self.options[c]))]
         values = [Value(str(v), size) for v, size in enumerate(model.bytes) if self._crosses[v]]
         values += [
-            Value(f"save {c} {o}", self._saved_bytes(c, o))
+            Value(f"save {c} {o}", self._held_between(c, o))
             for c in clusters
             for o in range(len(self.options[c]))
         ]
@@ -147,7 +147,7 @@ class Level:
             cluster, saved, self.decomposition.makes[c] | cluster.local
         )
         reads = read_later(model, again)
-        space = worst_bytes(model, again, saved | reads) - self._bytes(reads) - self._bytes(saved)
+        space = most_alive(model, again, saved | reads) - self._bytes(reads) - self._bytes(saved)
         return Op(
             name,
             (*self._named(sorted(reads)), f"run {c}"),
@@ -167,7 +167,7 @@ class Level:
         keep = frozenset(written) | {
             v for v in reads if model.is_output[v] or model.last_reads[v] >= cluster.backward.stop
         }
-        inside = self._saved_bytes(c, o)
+        inside = self._held_between(c, o)
         return Op(
             f"back {c}",
             (*self._named(sorted(reads)), f"save {c} {o}"),
@@ -197,7 +197,7 @@ class Level:
         later = read_later(self.decomposition.model, self.options[c][o])
         return later & self.decomposition.clusters[c].local
 
-    def _saved_bytes(self, c: int, o: int) -> int:
+    def _held_between(self, c: int, o: int) -> int:
         return self._bytes(self._saved(c, o))
 
     def _bytes(self, values: frozenset[int] | set[int]) -> int:
@@ -210,5 +210,5 @@ class Level:
         self, steps: Sequence[int], keep: frozenset[int], seen: frozenset[int] | set[int]
     ) -> int:
         """Bytes at the worst step beside those of the values that the level sees."""
-        worst = worst_bytes(self.decomposition.model, steps, keep)
+        worst = most_alive(self.decomposition.model, steps, keep)
         return max(0, worst - self._bytes({v for v in seen if self._crosses[v]}))
