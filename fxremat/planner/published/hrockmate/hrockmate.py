@@ -37,9 +37,9 @@ from fxremat.planner.published.parts import (
     Part,
     PartPlans,
     Steps,
+    most_alive,
     not_beaten,
     read_later,
-    most_alive,
 )
 
 NAME = "hrockmate"

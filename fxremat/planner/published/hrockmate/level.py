@@ -24,7 +24,7 @@ from fxremat.core.variants import take
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.indexed_problem import INPUT, build_model
 from fxremat.planner.published.hrockmate.decomposition import Decomposition
-from fxremat.planner.published.parts import Steps, makers, read_later, most_alive
+from fxremat.planner.published.parts import Steps, makers, most_alive, read_later
 from fxremat.planner.variants.all_variants import combine
 from fxremat.planner.variants.choice_milp import ChoiceMilp
 from fxremat.planner.variants.choose_and_plan import runs_that_hold
