@@ -50,7 +50,7 @@ def test_what_is_asked_for_is_measured_once(
     sizes = [bandwidth_name(size) for size in TRAFFIC[:2]]
     assert kept.keys() == {"call_us", "moving_us", "exp", *sizes}
 
-    def never(call: object, device: torch.device) -> Timing:
+    def never(call: object, device: torch.device, reference: object) -> Timing:
         raise AssertionError(device)
 
     monkeypatch.setattr(loop_rates, "quickest", never)
@@ -74,7 +74,7 @@ def default_dtype(request: pytest.FixtureRequest) -> Iterator[None]:
 def test_functions_can_be_timed(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Whatever the dtype is of tensors that nobody gives one."""
 
-    def once(call: Callable[[], object], device: torch.device) -> Timing:
+    def once(call: Callable[[], object], device: torch.device, reference: object) -> Timing:
         call()
         return Timing(50.0, False)
 
@@ -89,7 +89,7 @@ def test_the_rates_of_a_busy_machine_are_not_kept(
     """They are better than none: a vendor's figures would be of another kind than measured ones."""
     asked = list[object]()
 
-    def disturbed(call: object, device: torch.device) -> Timing:
+    def disturbed(call: object, device: torch.device, reference: object) -> Timing:
         asked.append(call)
         return Timing(50.0, True)
 

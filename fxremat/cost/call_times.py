@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from fxremat.compat.sizes import size_bound
 from fxremat.cost.number_file import NumberFile, number_path
 from fxremat.cost.roofline import SizeOf, flops_of_call
-from fxremat.cost.timing import Timing, quickest
+from fxremat.cost.timing import ReferenceMatmul, Timing, quickest, reference_of
 from fxremat.runtime.chunks import convolutions
 from fxremat.sizes import KIB
 
@@ -85,12 +85,14 @@ class CallTimes:
     size: SizeOf
     outside_fake_mode: Callable[[], AbstractContextManager[Any]]
     file: NumberFile = field(init=False)
+    reference: ReferenceMatmul | None = field(init=False)
     unsure: dict[str, float | None] = field(default_factory=dict)
     """What is not kept: None for what has no room, and what was disturbed each time."""
 
     def __post_init__(self) -> None:
         path = number_path(self.directory, self.device, KIND)
         object.__setattr__(self, "file", NumberFile(path))
+        object.__setattr__(self, "reference", reference_of(self.device, self.directory))
 
     def is_counted(self, target: Any, args: Any, kwargs: Any, result: Any) -> bool:
         """Whether the floating-point operations of a call are counted; ``result`` is its own."""
@@ -105,7 +107,7 @@ class CallTimes:
             key = call_key(target, args, kwargs, self.size)
             if key not in self.file.numbers and key not in self.unsure:
                 with self.outside_fake_mode():
-                    timing = measure(target, args, kwargs, self.size, self.device)
+                    timing = measure(target, args, kwargs, self.size, self.device, self.reference)
                 if timing is None or timing.disturbed:
                     self.unsure[key] = None if timing is None else timing.us
                 else:
@@ -116,7 +118,12 @@ class CallTimes:
 
 
 def measure(
-    target: Any, args: Any, kwargs: Any, size: SizeOf, device: torch.device
+    target: Any,
+    args: Any,
+    kwargs: Any,
+    size: SizeOf,
+    device: torch.device,
+    reference: ReferenceMatmul | None = None,
 ) -> Timing | None:
     """Run a call on random data of its shapes: its `quickest` run. None where it has no room."""
     if not has_room(device, (args, kwargs)):
@@ -124,7 +131,7 @@ def measure(
     real = made_real(args, size, device)
     named = {k: made_real(v, size, device) for k, v in kwargs.items()}
     with torch.no_grad():
-        return quickest(lambda: target(*real, **named), device)
+        return quickest(lambda: target(*real, **named), device, reference)
 
 
 def has_room(device: torch.device, arguments: Any, batch: tuple[int, int] | None = None) -> bool:

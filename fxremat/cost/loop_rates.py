@@ -21,7 +21,7 @@ from torch import fx
 from fxremat.core.constants import TILE_BYTES
 from fxremat.cost.number_file import NumberFile, number_path
 from fxremat.cost.roofline import SizeOf
-from fxremat.cost.timing import quickest
+from fxremat.cost.timing import ReferenceMatmul, quickest, reference_of
 
 KIND = "loop_rates"
 """Of numbers on disk: what loops reach."""
@@ -123,6 +123,7 @@ class MeasuredNumbers:
 
     device: torch.device
     file: NumberFile
+    reference: ReferenceMatmul | None
     outside_fake_mode: Callable[[], AbstractContextManager[Any]]
     unsure: dict[str, float] = field(default_factory=dict)
 
@@ -147,7 +148,7 @@ class MeasuredNumbers:
         return found
 
     def _us(self, call: Callable[[], object]) -> tuple[float, bool]:
-        timing = quickest(call, self.device)
+        timing = quickest(call, self.device, self.reference)
         return timing.us, timing.disturbed
 
     def _call_us(self) -> tuple[float, bool]:
@@ -181,4 +182,5 @@ def measured_rates(
     """The rates of this device; each is measured when it is asked for, unless it is on disk below
     ``directory``."""
     file = NumberFile(number_path(directory, device, KIND))
-    return LoopRates(MeasuredNumbers(device, file, outside_fake_mode))
+    reference = reference_of(device, directory)
+    return LoopRates(MeasuredNumbers(device, file, reference, outside_fake_mode))

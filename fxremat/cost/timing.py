@@ -1,7 +1,10 @@
-"""How long a call takes on a device: its quickest runs, alone.
+"""How long a call takes on a device: its quickest runs, alone, at one clock of the machine.
 
 Runs that other programs disturb do not count: a thread that waits for a core, and all that wait for
-it, would count as work.
+it, would count as work. A core's clock, and the neighbours on its chip, change how long the same
+matmul takes by a quarter within minutes. Times are kept on disk and added up, so those of a CPU are
+divided by how much longer than at first a fixed matmul takes just now. On a GPU they are left as
+they are.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +30,17 @@ except ImportError:  # there are none on Windows
 
 from fxremat.compat.measuring import keep_busy
 from fxremat.core.constants import CORE_TURN_S, TIME_DOUBT
+from fxremat.cost.number_file import NumberFile, number_path
 
 TIMING_S = 4 * CORE_TURN_S
 """Timing a call ends after this, whether its runs agree or not."""
 BUSY_TIMING_S = 10 * TIMING_S
-"""Where others disturb each run, timing ends after this."""
+"""Where others disturb each run, timing ends after this; a clock is taken to last as long."""
 CALLS_BETWEEN_EVENTS = 10
 """On CUDA: the clock of events is no finer than half a microsecond, which ten calls share."""
+CLOCK = "reference_matmul"
+"""Of numbers on disk: what the reference matmul took when it was first timed."""
+_CLOCK_KEY = "us of mm 256x512x512"
 
 
 @dataclass(frozen=True)
@@ -41,6 +49,37 @@ class Timing:
 
     us: float
     disturbed: bool
+
+
+@dataclass
+class ReferenceMatmul:
+    """A matmul of fixed sizes on the CPU: it stays in a cache, and takes about a millisecond."""
+
+    file: NumberFile
+    us: float | None = None
+    """What it took lately; None where it was disturbed."""
+    timed_at: float = -math.inf
+
+    def slowdown(self) -> float:
+        """How many times as long as at first it takes now; 1 where that is not known."""
+        if time.monotonic() - self.timed_at > BUSY_TIMING_S:
+            made = partial(torch.ones, dtype=torch.float32)
+            a, b, out = made(256, 512), made(512, 512), made(0)
+            found = quickest(lambda: torch.mm(a, b, out=out), a.device)
+            self.us = None if found.disturbed else found.us
+            self.timed_at = time.monotonic()
+        if self.us is None:
+            return 1.0
+        if _CLOCK_KEY not in self.file.numbers:
+            self.file.add(_CLOCK_KEY, self.us)
+        return self.us / self.file.numbers[_CLOCK_KEY]
+
+
+def reference_of(device: torch.device, directory: Path) -> ReferenceMatmul | None:
+    """The reference for times on a CPU, kept below ``directory``; None for other devices."""
+    if device.type != "cpu":
+        return None
+    return ReferenceMatmul(NumberFile(number_path(directory, device, CLOCK)))
 
 
 @dataclass
@@ -82,12 +121,16 @@ class _Runs:
         return enough and self.next_quickest <= self.quickest * (1 + TIME_DOUBT)
 
 
-def quickest(call: Callable[[], object], device: torch.device) -> Timing:
+def quickest(
+    call: Callable[[], object], device: torch.device, reference: ReferenceMatmul | None = None
+) -> Timing:
     """The quickest run in which no other program took one of our cores.
 
-    Such runs are made until two of them agree. Where the machine is too busy for any such run, it
-    is the quickest of all: more than the call takes, but of the same measure as other times.
+    Such runs are made until two of them agree. With a ``reference`` the time is that at the clock
+    at which it was first timed. Where the machine is too busy for any such run, it is the quickest
+    of all: more than the call takes, but of the same measure as other times.
     """
+    slowdown = 1.0 if reference is None else reference.slowdown()
     call()
     runs = _Runs(call, device)
     with alone_on(device):
@@ -95,7 +138,7 @@ def quickest(call: Callable[[], object], device: torch.device) -> Timing:
             runs.once_more()
     disturbed = not runs.counted
     seconds = runs.quickest_of_all if disturbed else runs.quickest
-    return Timing(1e6 * seconds, disturbed)
+    return Timing(1e6 * seconds / slowdown, disturbed)
 
 
 def _calls_of(device: torch.device) -> int:
