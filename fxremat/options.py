@@ -224,8 +224,8 @@ class Options:
         read_ops,
         "FXREMAT_REPEATABLE",
         "names of ops, as 'library::op'",
-        "Custom ops that may run again in the backward: each gives the same for the same, and does "
-        "nothing else. Those that draw random numbers or write into inputs run once in any case.",
+        "Custom ops that may run again in the backward. Without it those that declare no writes "
+        "and no random numbers are run twice on made-up data, and may run again where both agree.",
     )
     disable_passes: tuple[str, ...] = _option(
         (),

@@ -137,16 +137,15 @@ def is_repeatable(node: fx.Node, mutated: frozenset[fx.Node]) -> bool:
     """Whether running ``node`` again, later, gives the same result and does nothing else.
 
     ``mutated`` are the graph inputs that the step writes into: read again, they would differ.
-    Not repeatable are custom ops unless the user says so, what the user told to save, and calls
+    Not repeatable are custom ops unless they are marked, what the user told to save, and calls
     whose result has a size that is known only when they have run. Of collectives those are that
     only move what ranks have; sums over ranks only where the user's checkpoint has them run again.
     """
     target = node.target
     if target is operator.getitem:
         return True
-    if not isinstance(target, OpOverload):
-        return False
-    known = target.namespace in _PURE_NAMESPACES or node.meta.get(REPEATABLE, False)
+    known = isinstance(target, OpOverload) and target.namespace in _PURE_NAMESPACES
+    known = known or node.meta.get(REPEATABLE, False)
     if not known and not _is_repeatable_collective(node):
         return False
     if is_mutating(node) or is_random(node) or is_run_for_effect(node):

@@ -12,7 +12,9 @@ EAGER = {"executor": "aot_eager"}
 RAN: list[torch.Size] = []
 
 
-@torch.library.custom_op("fxremat_tests::noted", mutates_args=())
+@torch.library.custom_op(
+    "fxremat_tests::noted", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,)
+)
 def noted(x: torch.Tensor) -> torch.Tensor:
     """A copy; says that it ran."""
     RAN.append(x.shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
@@ -107,7 +108,7 @@ def module_of(root: nn.Module, graph: fx.Graph) -> fx.GraphModule:
 
 
 REPEATABLE = "fxremat_repeatable"
-"""In the ``meta`` of a node: the user says that this call may run again."""
+"""In the ``meta`` of a node that is not torch's: this call may run again."""
 
 
 def mark_repeatable(graph: fx.Graph, names: Collection[str]) -> None:
@@ -115,6 +116,24 @@ def mark_repeatable(graph: fx.Graph, names: Collection[str]) -> None:
     for node in graph.nodes if names else ():
         if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name in names:
             node.meta[REPEATABLE] = True
+
+
+def is_pure_attention(node: fx.Node) -> bool:
+    """Whether it is FlexAttention, and what it computes inside draws nothing and writes nowhere."""
+    if node.target is not torch.ops.higher_order.flex_attention:
+        return False
+    root = node.graph.owning_module
+    inside = [getattr(root, str(n.target)) for n in node.all_input_nodes if n.op == "get_attr"]
+    graphs = [one.graph for one in inside if isinstance(one, fx.GraphModule)]
+    return all(_is_pure(one) for graph in graphs for one in graph.nodes)
+
+
+def _is_pure(node: fx.Node) -> bool:
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return node.op != "call_function" or target is operator.getitem
+    random = torch.Tag.nondeterministic_seeded in target.tags
+    return target.namespace in ("aten", "prims") and not (random or target._schema.is_mutable)
 
 
 def copy_module(

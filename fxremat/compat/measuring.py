@@ -20,6 +20,12 @@ def random_state_kept() -> Iterator[None]:
         yield
 
 
+def random_states() -> list[torch.Tensor]:
+    """The state of each generator that calls draw from unless they are given another."""
+    started: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if started else ())]
+
+
 def keep_busy(device: torch.device) -> None:
     """Have a GPU do nothing for some 0.2 ms, in which the host asks it for what is to be timed."""
     with torch.cuda.device(device):

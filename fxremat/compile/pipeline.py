@@ -32,6 +32,7 @@ from fxremat.compile.draft import Draft
 from fxremat.compile.request import Policy, Request
 from fxremat.compile.stage_times import StageTimes
 from fxremat.compile.verification import Verdict, Verifier, prepared
+from fxremat.cost.second_runs import mark_functions
 from fxremat.passes.accumulation import Accumulation
 from fxremat.passes.base import Changed, Pass
 from fxremat.passes.gradient_sums import GradientSums
@@ -105,10 +106,12 @@ class InPlace(PassStep):
 
 
 class Mark(PassStep):
-    """Calls that the user says may run again are marked."""
+    """Calls that are not torch's and may run again are marked: the user says so, or it is seen."""
 
     def run_on(self, draft: Draft, costs: CostModel, run: RunPass) -> Draft:
-        mark_repeatable(draft.module.graph, costs.request.policy.repeatable)
+        graph, request = draft.module.graph, costs.request
+        mark_repeatable(graph, request.policy.repeatable)
+        mark_functions(graph, costs.device, here=request.device.card is None)
         return draft
 
 

@@ -159,7 +159,7 @@ def is_function(node: fx.Node) -> bool:
         return True
     schema = schema_of(node)
     if schema is None:
-        return False
+        return bool(node.meta.get(REPEATABLE, False))
     known = schema.name.partition("::")[0] in _NAMESPACES or node.meta.get(REPEATABLE, False)
     if not known and not _is_function_of_ranks(node):
         return False

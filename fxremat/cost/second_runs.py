@@ -1,0 +1,131 @@
+"""Whether a kernel that is not torch's may run again: by what it declares, and what two runs show.
+
+A custom op declares in its schema that it writes into no argument and returns none, and by
+`torch.Tag.nondeterministic_seeded` that it draws random numbers. Torch takes ops at their word: it
+drops and merges calls by that, and within an ``activation_memory_budget`` its partitioner runs them
+again. But an op that forgets the tag would change gradients, and nothing would tell. So each
+distinct call runs twice when the graph is compiled, on data of its sizes. A generator that moved,
+or results that differ, show that it is not to run again.
+
+Where a call cannot be tried, it runs once, and a warning names the option that says better: among
+several ranks (it might wait for others), on a device that is not here, or if it raises. What draws
+random numbers for some contents of its inputs only would not be seen.
+"""
+
+from __future__ import annotations
+
+import logging
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from fxremat.compat.configuration import OpOverload
+from fxremat.compat.joint_graph import REPEATABLE, is_pure_attention
+from fxremat.compat.measuring import random_state_kept, random_states
+from fxremat.compat.sizes import size_bound
+from fxremat.compat.tensors import outside_fake_mode
+from fxremat.cost.call_times import call_key, has_room, made_real, operands
+
+log = logging.getLogger(__name__)
+
+_TORCH = frozenset({"aten", "prims", "fxremat", "_c10d_functional", "c10d_functional"})
+_PLAIN = (torch.Tensor, torch.SymInt, int, float, bool, str, type(None))
+_CONSTANTS = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+class Tried(Enum):
+    """What two runs of a call show."""
+
+    SAME = "gives the same"
+    OTHER = "draws random numbers, or gives something else"
+    UNKNOWN = "cannot be tried"
+
+
+_TRIED: dict[tuple[Any, str], Tried] = {}
+_TOLD: set[str] = set()
+
+
+def mark_functions(graph: fx.Graph, device: torch.device, *, here: bool) -> None:
+    """Mark the calls that are not torch's and may run again.
+
+    The device is that of the step; it may be ``here``, or one that is planned for only.
+    """
+    here = here and (device.type == "cpu" or (device.type == "cuda" and torch.cuda.is_available()))
+    for node in graph.nodes:
+        if is_pure_attention(node):
+            node.meta[REPEATABLE] = True
+        elif REPEATABLE not in node.meta and _declares_a_function(node):
+            found = _tried(node, device) if here and not _several_ranks() else Tried.UNKNOWN
+            if found is Tried.SAME:
+                node.meta[REPEATABLE] = True
+            elif found is Tried.UNKNOWN:
+                _tell_once(node.target._schema.name)
+
+
+def _declares_a_function(node: fx.Node) -> bool:
+    """Whether it is a custom op whose schema and tags say that it only computes its results."""
+    target = node.target
+    if not isinstance(target, OpOverload) or target.namespace in _TORCH:
+        return False
+    schema = target._schema
+    aliased = any(each.alias_info is not None for each in (*schema.arguments, *schema.returns))
+    given = pytree.tree_leaves(operands(node, images_last=False))
+    return (
+        not (aliased or schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags)
+        and any(isinstance(one, torch.Tensor) for one in given)
+        and all(isinstance(one, _PLAIN + _CONSTANTS) for one in given)
+    )
+
+
+def _several_ranks() -> bool:
+    distributed = torch.distributed
+    running = distributed.is_available() and distributed.is_initialized()
+    return running and distributed.get_world_size() > 1
+
+
+def _tried(node: fx.Node, device: torch.device) -> Tried:
+    args, kwargs = operands(node, images_last=False)
+    key = node.target, f"{device} {call_key(node.target, args, kwargs, size_bound)}"
+    if key not in _TRIED:
+        try:
+            with outside_fake_mode(), random_state_kept(), torch.no_grad():
+                _TRIED[key] = _run_twice(node.target, args, kwargs, device)
+        except Exception as error:
+            log.info("%s does not run on random data: %s", node.target, error)
+            _TRIED[key] = Tried.UNKNOWN
+    return _TRIED[key]
+
+
+def _run_twice(target: Any, args: Any, kwargs: Any, device: torch.device) -> Tried:
+    if not has_room(device, (args, kwargs)):
+        return Tried.UNKNOWN
+    real = made_real(args, size_bound, device)
+    named = {name: made_real(one, size_bound, device) for name, one in kwargs.items()}
+    before = random_states()
+    first = pytree.tree_leaves(target(*real, **named))
+    second = pytree.tree_leaves(target(*real, **named))
+    moved = any(not torch.equal(a, b) for a, b in zip(before, random_states(), strict=True))
+    same = all(map(_equal, first, second))
+    return Tried.SAME if same and not moved else Tried.OTHER
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Whether two results are equal to the bit, NaN included."""
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return bool(one == other)
+    if one.shape != other.shape or one.dtype is not other.dtype:
+        return False
+    one, other = (each.contiguous().flatten().view(torch.uint8) for each in (one, other))
+    return torch.equal(one, other)
+
+
+def _tell_once(name: str) -> None:
+    if name not in _TOLD:
+        _TOLD.add(name)
+        log.warning(
+            "%s runs once, as it could not be tried whether it gives the same again. If it does, "
+            "options={'repeatable': ['%s']} may lower the least", name, name,
+        )  # fmt: skip

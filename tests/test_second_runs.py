@@ -1,0 +1,149 @@
+"""Kernels of others run again where they declare it and two runs agree; others run once."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch._dynamo.exc import BackendCompilerFailed
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fxremat.compat.joint_graph import REPEATABLE, is_pure_attention
+from fxremat.cost import second_runs
+from fxremat.sizes import MIB
+from fxremat.step import scope
+from tests import kernels
+from tests.ranks import least_named
+
+QUICK: dict[str, Any] = {"executor": "aot_eager", "solver": "greedy", "variants": "none"}
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    scope.forget()
+    yield
+    torch._dynamo.reset()
+
+
+def of_shape(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def doubled(x: Tensor) -> Tensor:
+    return 2 * x
+
+
+def noisy(x: Tensor) -> Tensor:
+    return x + torch.rand_like(x)
+
+
+def counted(x: Tensor, calls: list[int] = [0]) -> Tensor:  # noqa: B006 (it is to remember)
+    calls[0] += 1
+    return x + calls[0]
+
+
+def refusing(x: Tensor) -> Tensor:
+    raise RuntimeError("not on made-up data")
+
+
+def declared(name: str, function: Callable[[Tensor], Tensor], **settings: Any) -> Any:
+    def run(x: Tensor) -> Tensor:
+        return function(x)
+
+    made = torch.library.custom_op(f"fxremat_second::{name}", run, mutates_args=(), **settings)
+    made.register_fake(of_shape)
+    return made._opoverload
+
+
+def marked(target: Any) -> bool:
+    """Whether a call of it may run again."""
+    graph = fx.Graph()
+    x = graph.placeholder("primals_1")
+    node = graph.call_function(target, (x,))
+    graph.output(node)
+    with FakeTensorMode():
+        x.meta["val"], node.meta["val"] = torch.empty(8, 4), torch.empty(8, 4)
+    second_runs.mark_functions(graph, CPU, here=True)
+    return REPEATABLE in node.meta
+
+
+def test_two_runs_decide(caplog: pytest.LogCaptureFixture) -> None:
+    state = torch.get_rng_state()
+    assert marked(declared("doubled", doubled))
+    assert not marked(declared("noisy", noisy))
+    assert not marked(declared("counted", counted))
+    assert not marked(declared("tagged", doubled, tags=(torch.Tag.nondeterministic_seeded,)))
+    assert not caplog.text
+    refused = declared("refusing", refusing)
+    assert not marked(refused)
+    assert not marked(refused)
+    assert caplog.text.count("'repeatable': ['fxremat_second::refusing']") == 1
+    torch.testing.assert_close(torch.get_rng_state(), state)
+
+
+def attention_node(score: Callable[[Any, Any], Any]) -> fx.Node:
+    """A call of FlexAttention whose scores are changed by an op."""
+    inside = fx.Graph()
+    given = inside.placeholder("score")
+    inside.output(score(inside, given))
+    root = nn.Module()
+    root.score = fx.GraphModule(nn.Module(), inside)
+    graph = fx.Graph()
+    q = graph.placeholder("q")
+    target = torch.ops.higher_order.flex_attention
+    node = graph.call_function(target, (q, q, q, graph.create_node("get_attr", "score")))
+    graph.output(node)
+    nodes = fx.GraphModule(root, graph).graph.nodes
+    found: fx.Node = next(one for one in nodes if one.target is target)
+    return found
+
+
+def test_flex_attention_may_run_again_unless_it_draws() -> None:
+    def scaled(graph: fx.Graph, score: fx.Node) -> fx.Node:
+        return graph.call_function(torch.ops.aten.mul.Tensor, (score, 2.0))
+
+    def dropped(graph: fx.Graph, score: fx.Node) -> fx.Node:
+        return graph.call_function(torch.ops.aten.rand_like.default, (score,))
+
+    assert is_pure_attention(attention_node(scaled))
+    assert not is_pure_attention(attention_node(dropped))
+
+
+def least_of(model: nn.Module, batch: tuple[Tensor, ...]) -> int:
+    with pytest.raises(BackendCompilerFailed) as refused:
+        compiled(model, MIB)(*batch)
+    least = least_named(refused.value)
+    assert least is not None
+    torch._dynamo.reset()
+    scope.forget()
+    return least
+
+
+def compiled(model: nn.Module, budget: int) -> Any:
+    options = {**QUICK, "memory_budget": budget}
+    return torch.compile(copy.deepcopy(model), backend="fxremat", options=options)
+
+
+def test_kernels_of_others_need_no_more_than_those_of_torch() -> None:
+    """Attention, norms and the loss: the same least, and gradients equal to the bit."""
+    batch = kernels.words()
+    torch.manual_seed(0)
+    theirs = kernels.Transformer(kernels.THEIRS)
+    own = kernels.Transformer(kernels.TORCHS)
+    least = least_of(theirs, batch)
+    assert least <= least_of(own, batch)
+    function = compiled(theirs, least)
+    function(*batch).backward()
+    expected = torch.compile(theirs, backend="aot_eager")
+    expected(*batch).backward()
+    got = [weight.grad for weight in function.parameters()]
+    for mine, plain in zip(got, theirs.parameters(), strict=True):
+        assert mine is not None
+        assert plain.grad is not None
+        assert torch.equal(mine, plain.grad)
