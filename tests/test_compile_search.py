@@ -10,6 +10,10 @@ from torch import Tensor, nn
 
 import fxremat
 from fxremat.compile.constants import DRY_RUNS
+from fxremat.compile.draft import Draft
+from fxremat.compile.search.candidates import Candidate
+from fxremat.compile.search.proposals import Proposals
+from fxremat.compile.search.search import Attempt, Search
 from tests.small import Classifier, seeded
 
 pytestmark = pytest.mark.usefixtures("fresh")
@@ -34,6 +38,30 @@ def test_there_is_one_number_for_the_least_peak(executor: str) -> None:
     assert found.predicted_peak_bytes <= least
     assert found.minimum_peak_bytes == least
     assert found.graphs[0].minimum_peak_bytes is None
+
+
+def test_a_least_that_was_named_is_obeyed_by_a_search_that_misses_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As one does that knows other times of ops."""
+    model, x = seeded(Classifier, 64, 16)
+    options = {"executor": "aot_eager", "variants": "none"}
+    least = refused(model, x, "1B", **options).minimum_bytes
+    assert least is not None
+
+    def of_everything_kept(search: Search, draft: Draft) -> Attempt:
+        def proposals() -> Proposals:
+            yield Candidate.planned(draft, search.planning.solve(draft.problem, None))
+
+        return Attempt(proposals(), for_least=True)
+
+    monkeypatch.setattr(Search, "_least", of_everything_kept)
+    monkeypatch.setattr(
+        Search, "_under", lambda search, draft, _: of_everything_kept(search, draft)
+    )
+    assert refused(model, x, f"{least - 1}B", **options).minimum_bytes == least
+    found = fxremat.explain(model, x, memory_budget=f"{least}B", options=options)
+    assert found.predicted_peak_bytes <= least
 
 
 def test_the_refused_report_names_the_same_number(tmp_path: Any) -> None:

@@ -29,6 +29,7 @@ from fxremat.compile.ranks import graph_digest, shared_answer
 from fxremat.compile.report_builder import large_output, refusal_of, report_of
 from fxremat.compile.request import Request
 from fxremat.compile.search.candidates import Evaluator
+from fxremat.compile.search.known_least import search_with_known_least
 from fxremat.compile.search.planning import Planning
 from fxremat.compile.search.search import Search, SearchResult, decision_of
 from fxremat.compile.search.variant_sets import GraphInVariants
@@ -128,8 +129,10 @@ def _sparse(graph: fx.Graph) -> str:
 def _searched(search: Search) -> SearchResult:
     """What this rank's search ends with, or that of a rank that has looked for the same."""
     request = search.planning.request
-    if request.budget.limit is None or not is_a_rank():
+    if request.budget.limit is None:
         return search.run()
+    if not is_a_rank():
+        return search_with_known_least(search)
     own: list[SearchResult] = []
 
     def decide() -> Any:

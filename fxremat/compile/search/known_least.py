@@ -1,0 +1,54 @@
+"""The least that was named is remembered with the plan that takes it.
+
+Which plans of low peak are found depends on the times of ops. Some are measured only when their
+turn comes, so that a search that is asked for the least of an earlier one may miss it by a little.
+Where a search ends above its budget, what took less before is made again; so the number that an
+error names is obeyed when it is asked for, and no later error names a larger one.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import astuple
+from pathlib import Path
+
+from fxremat.compat.configuration import cache_directory, caches_disabled
+from fxremat.compile import session
+from fxremat.compile.ranks import graph_digest
+from fxremat.compile.search.search import Search, SearchResult, decision_of
+from fxremat.disk_cache import Answers, Question
+from fxremat.errors import VerificationFailed
+
+log = logging.getLogger(__name__)
+
+
+def search_with_known_least(search: Search) -> SearchResult:
+    """What a search ends with; where that is over the budget, no more than what was found before.
+
+    The request must have a budget.
+    """
+    found = search.run()
+    budget = search.planning.request.budget
+    if not found.over or budget.soft_limit is not None or caches_disabled():
+        return found
+    answers, question = Answers(Path(cache_directory()) / "fxremat" / "least"), _question(search)
+    known = answers.read(question)
+    if known is not None and known["peak_bytes"] < found.evaluation.peak_bytes:
+        try:
+            before = search.taken(known["decision"])
+        except VerificationFailed as failed:
+            log.info("the least of before is not made again: %s", failed)
+        else:
+            if before.evaluation.peak_bytes < found.evaluation.peak_bytes:
+                return before
+    lowest = {"peak_bytes": found.evaluation.peak_bytes, "decision": decision_of(found)}
+    answers.keep(question, lowest)
+    return found
+
+
+def _question(search: Search) -> Question:
+    """The graph, and all that is asked for but the bytes that it may take."""
+    request = search.planning.request
+    asked = request.with_budget(limit=0, held=0, coming=0, optimizer_step=0)
+    graph = graph_digest(search.graphs.prepared.module)
+    return {"least of": session.digest("least", graph, astuple(asked))}
