@@ -7,10 +7,11 @@
     python -m fxremat timeline graph_0.report.json --page step.html --perfetto step.json
     python -m fxremat variants
     python -m fxremat fit module:function --device H100 --vary batch=0:0,1:0
+    python -m fxremat bisect train.py
 
 A file's ``add`` describes its commands to the parser. Exit status: 0 for success, 1 if nothing fits
-or a check fails, 2 if the arguments or files are wrong.
-Only ``trace``, ``timeline``, ``variants`` and ``fit`` need torch.
+or is found, or a check fails, 2 if the arguments or files are wrong.
+Only ``trace``, ``timeline``, ``variants`` and ``fit`` need torch, and what ``bisect`` runs.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from fxremat.cli import fit, solve, timeline, trace
+from fxremat.cli import bisect, fit, solve, timeline, trace
 from fxremat.cli.arguments import UsageError
 from fxremat.core.problem import InvalidProblem
 from fxremat.planner import ProblemRefused
@@ -47,6 +48,7 @@ def make_parser() -> argparse.ArgumentParser:
     variants = commands.add_parser("variants", help="list all operator variants")
     variants.set_defaults(run=_list_variants)
     fit.add(commands)
+    bisect.add(commands)
     return parser
 
 

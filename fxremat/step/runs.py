@@ -380,6 +380,8 @@ class GraphInStep:
         """
         index, budget = self.role.index, self.request.budget.for_step
         offered, aim = described.parts[index].offers, budget
+        if self.where.context.pipeline is not None:  # its points hold for halves in either order
+            return None
         for _ in range(2):  # the second time with less, by what the allocator adds
             chosen = planner.fastest(described.step(), aim)
             if chosen is None or not described.widen(index, chosen, aim):
