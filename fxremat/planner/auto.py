@@ -1,6 +1,7 @@
-"""The default solver: `moments`, then `checkmate` where that leaves a gap and the problem is small.
+"""The default solver: `moments` first, then others where that leaves a gap.
 
-It starts from the plan there is. What one proves holds for the other's plan.
+These are `checkmate` on small problems, and `hrockmate`. Each starts from the best plan so far.
+What one proves holds for the others' plans.
 """
 
 from __future__ import annotations
@@ -31,16 +32,18 @@ def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) ->
 def _best_of_solvers(
     problem: Problem, budget_bytes: int | None, options: SolverOptions, deadline: Deadline
 ) -> Plan:
-    """The better plan of both solvers."""
+    """The best of the solvers that it takes."""
     enough = max(options.gap, MEASURABLE)
     gap = max(options.gap, MEASURABLE / 2)
     first = replace(options, gap=gap, time_limit_s=deadline.left() / 2)
     best = moments.solve(problem, budget_bytes, first)
     if budget_bytes is None:
         return best
-    if _is_small(problem) and not _is_solved(best, problem, enough) and deadline.running():
+    for name in ("checkmate", "hrockmate") if _is_small(problem) else ("hrockmate",):
+        if _is_solved(best, problem, enough) or not deadline.running():
+            break
         rest = replace(options, start=best.ops, time_limit_s=deadline.left())
-        best = _better(best, named("checkmate")(problem, budget_bytes, rest))
+        best = _better(best, named(name)(problem, budget_bytes, rest))
     return best
 
 

@@ -264,3 +264,9 @@ def descend(search: EditableSchedule, front: ParetoFront, target: int, work: int
 
 def _step(search: EditableSchedule) -> bool:
     return search.evict() or (search.gaps.unblock() and search.evict())
+
+
+def evict_all(search: EditableSchedule, work: int) -> None:
+    """Evict until no eviction helps or the work is done; every change can be rolled back."""
+    while search.state.work < work and search.evict():
+        pass

@@ -1,10 +1,12 @@
-"""The optimal schedules of a small problem, down to the one of least peak.
+"""The least feasible peak: exact where the problem is small, else the best that was found.
 
 ``optima`` is a shortest path in time. Its nodes are pairs of (ops run so far, copies held), and its
 edges are the runs whose bytes fit under a cap. The cap goes down from one optimum to the next until
 nothing fits. Then the last optimum has the least peak of all schedules whose first runs come in
 base order, with any repeats anywhere. A copy is freed at the last step that reads it, or at the one
 that writes it if none does; so no other choices need to be tried.
+
+``search_lower`` is for larger problems: it ruins the lowest known schedule and evicts again.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ from itertools import combinations
 
 from fxremat.planner import constants
 from fxremat.planner.indexed_problem import INPUT, IndexedProblem
+from fxremat.planner.local.editable_schedule import evict_all
+from fxremat.planner.local.ruin_and_repair import Improver
 from fxremat.planner.local.stage_schedule import ExtraRun
 
 Node = tuple[int, frozenset[int]]
@@ -154,3 +158,21 @@ def _taken_over(model: IndexedProblem, op: int, first: bool, freed: tuple[int, .
         for read, write in model.inplace[op]
         if read in freed and (first or not model.is_output[write])
     )
+
+
+def search_lower(improver: Improver, work: int) -> None:
+    """Ruin and evict again from the improver's state; lower peaks are offered to its front."""
+    search = improver.search
+    state = search.state
+    for _ in range(5 * constants.TRIES):
+        if state.work >= work:
+            break
+        search.commit()
+        before = (state.max_peak(), state.time)
+        improver.ruin()
+        evict_all(search, work)
+        search.keep_what_fits(state.max_peak())
+        if (state.max_peak(), state.time) <= before:
+            improver.front.offer(state)
+        else:
+            search.roll_back(0)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 from fxremat.core.constants import MEASURABLE
 from fxremat.planner import constants
@@ -20,12 +21,13 @@ from fxremat.planner.local.editable_schedule import (
     level_work,
     path_work,
 )
-from fxremat.planner.local.least_peak import optima
+from fxremat.planner.local.least_peak import optima, search_lower
 from fxremat.planner.local.pareto_front import ParetoFront
 from fxremat.planner.local.ruin_and_repair import Improver, RepeatedChanges
 from fxremat.planner.local.segment_starts import counts_for, offer_segments
 from fxremat.planner.local.stage_schedule import ExtraRun, StageSchedule
 from fxremat.planner.options import SolverOptions
+from fxremat.planner.peak_bound import peak_bound
 
 
 def fill(front: ParetoFront, options: SolverOptions) -> None:
@@ -45,12 +47,18 @@ def fill(front: ParetoFront, options: SolverOptions) -> None:
         counts = counts_for(model.n)
         offer_segments(front, counts, work // len(counts))
     repeated_changes = RepeatedChanges(model)
+    _lower(
+        _improver(front, 0, options.seed * 1000 + 999, repeated_changes),
+        5 * level_work(model.n),
+        deadline,
+    )
     targets = _levels(front, constants.LEVELS)
     for k, target in enumerate(targets):
         below = targets[k + 1] if k + 1 < len(targets) else 0
         if deadline.running():
             improver = _improver(front, target, options.seed * 1000 + k, repeated_changes)
             _improve(improver, target, below, level_work(model.n))
+    _climb(front, targets, deadline)
 
 
 def fill_for_budget(front: ParetoFront, budget_bytes: int, options: SolverOptions) -> None:
@@ -97,12 +105,29 @@ def fill_from(
         improver.rounds(budget_bytes, state.work + level_work(model.n))
 
 
+def _climb(front: ParetoFront, targets: list[int], deadline: Deadline) -> None:
+    """Leave out the runs of each level's schedule that fit one level higher."""
+    for below, target in pairwise(reversed(targets)):
+        entry = front.best(below)
+        if entry is not None and deadline.running():
+            search = EditableSchedule(front.state(entry))
+            search.keep_what_fits(target)
+            front.offer(search.state)
+
+
 def _improver(
     front: ParetoFront, target: int, seed: int, repeated_changes: RepeatedChanges
 ) -> Improver:
     """An improver of the best schedule within the target, or of the lowest one."""
-    state = front.state(front.best(target) or front.least())
-    return Improver(EditableSchedule(state), front, seed, repeated_changes)
+    search = EditableSchedule(front.state(front.best(target) or front.least()))
+    return Improver(search, front, seed, repeated_changes)
+
+
+def _lower(improver: Improver, work: int, deadline: Deadline) -> None:
+    """Look for lower peaks, unless the lowest is proven to be the least."""
+    front = improver.front
+    if deadline.running() and front.least().peak > peak_bound(front.model):
+        search_lower(improver, work)
 
 
 def _solve_exactly(front: ParetoFront) -> bool:

@@ -162,14 +162,18 @@ class Improver:
         search = self.search
         search.commit()
         before = search.state.time
-        self._new_ranking()
-        self._ruin()
+        self.ruin()
         if not self._repair(target, before):
             search.roll_back(0)
             return
         self.front.offer(search.state)
         if search.state.time < before - 1e-9 * before:
             self._repeat(RunChange.of(search.journal), target)
+
+    def ruin(self) -> None:
+        """Ruin a part of the state, and rank gaps in another way for its repair."""
+        self._new_ranking()
+        self._ruin()
 
     def _new_ranking(self) -> None:
         search, rng = self.search, self.random
