@@ -48,6 +48,11 @@ def counted(x: Tensor, calls: list[int] = [0]) -> Tensor:  # noqa: B006 (it is t
     return x + calls[0]
 
 
+def unwritten(x: Tensor) -> Tensor:
+    """As FlashAttention gives a seed that it leaves as it is allocated if it draws nothing."""
+    return torch.empty(1 << 16, dtype=torch.int64)
+
+
 def refusing(x: Tensor) -> Tensor:
     raise RuntimeError("not on made-up data")
 
@@ -76,6 +81,8 @@ def marked(target: Any) -> bool:
 def test_two_runs_decide(caplog: pytest.LogCaptureFixture) -> None:
     state = torch.get_rng_state()
     assert marked(declared("doubled", doubled))
+    torch.arange(1 << 20).add_(1)  # what memory that is allocated next may hold
+    assert marked(declared("unwritten", unwritten))
     assert not marked(declared("noisy", noisy))
     assert not marked(declared("counted", counted))
     assert not marked(declared("tagged", doubled, tags=(torch.Tag.nondeterministic_seeded,)))
@@ -130,14 +137,19 @@ def compiled(model: nn.Module, budget: int) -> Any:
     return torch.compile(copy.deepcopy(model), backend="fxremat", options=options)
 
 
-def test_kernels_of_others_need_no_more_than_those_of_torch() -> None:
-    """Attention, norms and the loss: the same least, and gradients equal to the bit."""
+def test_kernels_of_others_need_no_more_than_those_of_torch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Attention, norms and the loss: no higher a least, and gradients equal to the bit."""
     batch = kernels.words()
     torch.manual_seed(0)
     theirs = kernels.Transformer(kernels.THEIRS)
     own = kernels.Transformer(kernels.TORCHS)
     least = least_of(theirs, batch)
     assert least <= least_of(own, batch)
+    with monkeypatch.context() as patch:
+        patch.setattr(second_runs, "_several_ranks", lambda: True)
+        assert least < 0.8 * least_of(theirs, batch)  # if each of them runs once
     function = compiled(theirs, least)
     function(*batch).backward()
     expected = torch.compile(theirs, backend="aot_eager")

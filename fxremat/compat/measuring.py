@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +19,23 @@ def random_state_kept() -> Iterator[None]:
     devices = list(range(torch.cuda.device_count())) if started else []
     with torch.random.fork_rng(devices=devices):
         yield
+
+
+@contextmanager
+def memory_filled() -> Iterator[None]:
+    """Inside, what is allocated and not written always holds the same."""
+    mode = torch.are_deterministic_algorithms_enabled()
+    only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    fills = torch._C._get_deterministic_fill_uninitialized_memory()
+    torch._C._set_deterministic_algorithms(True, warn_only=True)
+    torch._C._set_deterministic_fill_uninitialized_memory(True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torch._C._set_deterministic_algorithms(mode, warn_only=only_warns)
+        torch._C._set_deterministic_fill_uninitialized_memory(fills)
 
 
 def random_states() -> list[torch.Tensor]:

@@ -5,7 +5,8 @@ A custom op declares in its schema that it writes into no argument and returns n
 drops and merges calls by that, and within an ``activation_memory_budget`` its partitioner runs them
 again. But an op that forgets the tag would change gradients, and nothing would tell. So each
 distinct call runs twice when the graph is compiled, on data of its sizes. A generator that moved,
-or results that differ, show that it is not to run again.
+or results that differ, show that it is not to run again. Results that it leaves as they were
+allocated are filled: FlashAttention gives a seed that it never writes where nothing is dropped.
 
 Where a call cannot be tried, it runs once, and a warning names the option that says better: among
 several ranks (it might wait for others), on a device that is not here, or if it raises. What draws
@@ -24,7 +25,7 @@ from torch.utils import _pytree as pytree
 
 from fxremat.compat.configuration import OpOverload
 from fxremat.compat.joint_graph import REPEATABLE, is_pure_attention
-from fxremat.compat.measuring import random_state_kept, random_states
+from fxremat.compat.measuring import memory_filled, random_state_kept, random_states
 from fxremat.compat.sizes import size_bound
 from fxremat.compat.tensors import outside_fake_mode
 from fxremat.cost.call_times import call_key, has_room, made_real, operands
@@ -91,7 +92,7 @@ def _tried(node: fx.Node, device: torch.device) -> Tried:
     key = node.target, f"{device} {call_key(node.target, args, kwargs, size_bound)}"
     if key not in _TRIED:
         try:
-            with outside_fake_mode(), random_state_kept(), torch.no_grad():
+            with outside_fake_mode(), random_state_kept(), memory_filled(), torch.no_grad():
                 _TRIED[key] = _run_twice(node.target, args, kwargs, device)
         except Exception as error:
             log.info("%s does not run on random data: %s", node.target, error)
