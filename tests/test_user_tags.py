@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy
 
 from fxremat.compat.joint_graph import user_tag
 from fxremat.passes.halves import RECOMPUTED
@@ -16,6 +17,7 @@ from tests import nets
 from tests.conftest import Golden
 from tests.graphs import (
     Capture,
+    Net,
     assert_plan_changes_nothing,
     batch,
     calls,
@@ -99,6 +101,28 @@ def test_calls_with_several_results_under_must_recompute() -> None:
     for call in calls(seen.joint.module.graph, ATEN.native_dropout):
         indices = [user.args[1] for user in call.users]
         assert len(indices) == len(set(indices))  # else its storage would be two values
+
+
+@pytest.mark.parametrize(
+    ("policy", "saved_with_room", "saved_without"),
+    [
+        (CheckpointPolicy.MUST_SAVE, True, True),
+        (CheckpointPolicy.PREFER_SAVE, True, False),
+        (CheckpointPolicy.PREFER_RECOMPUTE, True, False),
+        (CheckpointPolicy.MUST_RECOMPUTE, False, False),
+    ],
+)
+def test_each_policy_holds_for_ops_of_torch_and_of_others(
+    policy: CheckpointPolicy, saved_with_room: bool, saved_without: bool
+) -> None:
+    """A must is obeyed whatever the budget is; a preference leaves the choice to the planner."""
+    middle = nn.Sequential(linear(), Net(lambda _, x: nets.triple(x)), nn.GELU(), nn.Sigmoid())
+    model = nets.checkpointed(middle, lambda *_, **__: policy)
+    with_room = capture(model, [batch(4, 8)])
+    without = capture(model, [batch(4, 8)], everything_again)
+    for seen, expected in ((with_room, saved_with_room), (without, saved_without)):
+        for name in ("triple", "sigmoid"):
+            assert (name in saved(seen)) is expected, name
 
 
 @pytest.mark.parametrize("layers", [2, 15])
