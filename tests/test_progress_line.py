@@ -19,9 +19,15 @@ class Terminal(io.StringIO):
 
 
 def written(
-    monkeypatch: pytest.MonkeyPatch, stream: io.StringIO, level: int = logging.WARNING
+    monkeypatch: pytest.MonkeyPatch,
+    stream: io.StringIO,
+    level: int = logging.WARNING,
+    most_waits: int = 0,
 ) -> str:
-    """What planning that takes long writes to standard error."""
+    """What planning that takes long writes to standard error.
+
+    On a busy machine the thread that writes may come late: it is waited for so often.
+    """
     monkeypatch.setattr(stage_times, "LONG_S", 0.1)
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setattr(stage_times.log, "level", level)
@@ -29,11 +35,14 @@ def written(
     times = StageTimes({"trace": 7.0})
     with times.stage("plan"), times.stage("verify"):
         time.sleep(0.3)
+        for _ in range(most_waits):
+            if not stream.getvalue():
+                time.sleep(0.1)
     return stream.getvalue()
 
 
 def test_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = written(monkeypatch, Terminal())
+    text = written(monkeypatch, Terminal(), most_waits=100)
     assert text.startswith(f"{CLEAR}fxremat: verifying a plan; 7 s so far")
     assert text.endswith(CLEAR)
     assert "\n" not in text
