@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import fxremat
 from fxremat.compile.constants import DRY_RUNS
 from fxremat.compile.draft import Draft
+from fxremat.compile.search import known_least
 from fxremat.compile.search.candidates import Candidate
 from fxremat.compile.search.proposals import Proposals
 from fxremat.compile.search.search import Attempt, Search
@@ -62,6 +63,17 @@ def test_a_least_that_was_named_is_obeyed_by_a_search_that_misses_it(
     assert refused(model, x, f"{least - 1}B", **options).minimum_bytes == least
     found = fxremat.explain(model, x, memory_budget=f"{least}B", options=options)
     assert found.predicted_peak_bytes <= least
+
+
+@pytest.mark.parametrize(
+    "spoiled", [[], {"peak_bytes": 1, "decision": {"order": "planned", "variants": ["none such"]}}]
+)
+def test_a_spoiled_answer_changes_no_error(spoiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = seeded(Classifier, 64, 16)
+    options = {"executor": "aot_eager", "variants": "none"}
+    least = refused(model, x, "1B", **options).minimum_bytes
+    monkeypatch.setattr(known_least.Answers, "read", lambda *_: spoiled)
+    assert refused(model, x, "1B", **options).minimum_bytes == least
 
 
 def test_the_refused_report_names_the_same_number(tmp_path: Any) -> None:

@@ -33,14 +33,13 @@ def search_with_known_least(search: Search) -> SearchResult:
         return found
     answers, question = Answers(Path(cache_directory()) / "fxremat" / "least"), _question(search)
     known = answers.read(question)
-    if known is not None and known["peak_bytes"] < found.evaluation.peak_bytes:
-        try:
+    try:  # what is wrong with a file, or does not go with this graph, costs a look and no run
+        if known is not None and known["peak_bytes"] < found.evaluation.peak_bytes:
             before = search.taken(known["decision"])
-        except VerificationFailed as failed:
-            log.info("the least of before is not made again: %s", failed)
-        else:
             if before.evaluation.peak_bytes < found.evaluation.peak_bytes:
                 return before
+    except (VerificationFailed, LookupError, TypeError, ValueError) as failed:
+        log.info("the least of before is not made again: %r", failed)
     lowest = {"peak_bytes": found.evaluation.peak_bytes, "decision": decision_of(found)}
     answers.keep(question, lowest)
     return found
