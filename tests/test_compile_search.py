@@ -11,10 +11,10 @@ from torch import Tensor, nn
 import fxremat
 from fxremat.compile.constants import DRY_RUNS
 from fxremat.compile.draft import Draft
-from fxremat.compile.search import known_least
 from fxremat.compile.search.candidates import Candidate
 from fxremat.compile.search.proposals import Proposals
 from fxremat.compile.search.search import Attempt, Search
+from fxremat.disk_cache import Answers
 from tests.small import Classifier, seeded
 
 pytestmark = pytest.mark.usefixtures("fresh")
@@ -72,7 +72,7 @@ def test_a_spoiled_answer_changes_no_error(spoiled: Any, monkeypatch: pytest.Mon
     model, x = seeded(Classifier, 64, 16)
     options = {"executor": "aot_eager", "variants": "none"}
     least = refused(model, x, "1B", **options).minimum_bytes
-    monkeypatch.setattr(known_least.Answers, "read", lambda *_: spoiled)
+    monkeypatch.setattr(Answers, "read", lambda *_: spoiled)
     assert refused(model, x, "1B", **options).minimum_bytes == least
 
 
