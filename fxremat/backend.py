@@ -16,6 +16,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from fxremat import faults, inactive
+from fxremat.compat.backward import hooks_on_what_is_saved
 from fxremat.compat.call_stack import calling_modules
 from fxremat.compat.compilers import compile_with_inductor
 from fxremat.compat.configuration import inductor_patches
@@ -184,6 +185,10 @@ def _placed(graph: Graph, compiled: Sequence[nn.Module], follow: bool) -> GraphI
     if role.described is not None and role.looked_at:
         known = role.described.request
         request = request.with_inputs(passed_on=known is not None and known.inputs.passed_on)
+    # Models that are compiled for the same budget, and have not run yet, may do so in this step.
+    expected = bool(compiled) and beside.coming > 0 and context.runs == 1
+    expected &= not hooks_on_what_is_saved()  # under a checkpoint it saves nothing
+    follow |= expected and not graph.gives_loss
     where = Surroundings(
         device,
         context,

@@ -6,7 +6,13 @@ from typing import Any
 
 import torch
 
-from fxremat.compat.sizes import plan_for_sizes_seen, size_bound, size_ranges, sizes_at
+from fxremat.compat.sizes import (
+    plan_for_sizes_seen,
+    size_bound,
+    size_ranges,
+    sizes_at,
+    with_settled_sizes,
+)
 from fxremat.passes.joint_graph import is_tensor
 from tests.compat_graphs import dynamic
 from tests.graphs import Capture
@@ -34,6 +40,33 @@ def test_plan_for_sizes_seen_guards_what_has_no_bound() -> None:
         before = len(env.guards)
         plan_for_sizes_seen(seen.joint.module.graph)
         assert len(env.guards) == before + guards
+
+
+def test_a_symbol_that_came_to_stand_for_one_number_is_that_number() -> None:
+    """As where a module is given another width than one of its class before."""
+    seen: list[Any] = []
+
+    def keep(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+        seen.append([n.meta["example_value"] for n in gm.graph.nodes if n.op == "placeholder"])
+        return gm
+
+    def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return x @ weight
+
+    torch._dynamo.reset()
+    compiled: Any = torch.compile(product, backend=keep)
+    compiled(torch.ones(4, 3), torch.ones(3, 2))
+    compiled(torch.ones(6, 5), torch.nn.Parameter(torch.ones(5, 2)))
+    x, weight = (next(one for one in seen[-1] if isinstance(one, torch.Tensor) and one.is_leaf
+                      and one.requires_grad is needs) for needs in (False, True))  # fmt: skip
+    assert any(isinstance(size, torch.SymInt) for size in (*x.shape, *weight.shape))
+    for value in (x, weight):
+        found = with_settled_sizes(value)
+        assert 5 in [size for size in found.shape if type(size) is int]
+        assert (found.requires_grad, type(found)) == (value.requires_grad, type(value))
+        assert (found.dtype, found.stride()) == (value.dtype, value.stride())
+        assert with_settled_sizes(found) is found
+    torch._dynamo.reset()
 
 
 def test_size_ranges_are_named_by_their_source() -> None:

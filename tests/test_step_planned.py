@@ -142,12 +142,15 @@ class Case:
         return least
 
     def refused(self, budget: int) -> int | None:
-        """The least that is named where the first step is refused."""
+        """The least that is named where the first step is refused, or the second."""
         self.compile(budget)
         try:
             self.step()
+            self.step()
         except BackendCompilerFailed as refused:
             return least_named(refused)
+        except fxremat.InfeasibleBudget as refused:
+            return refused.minimum_bytes
         return None
 
     def kept(self, budget: int, *, one_dict: bool = True) -> int:
@@ -292,6 +295,16 @@ def test_blocks_that_a_function_calls_are_refused_with_a_true_least(checkpointed
 def test_a_graph_that_runs_again_after_its_backward_is_planned_with_the_others() -> None:
     case = adversaries()
     assert case.kept(case.budget(60)) > case.plain[1] // 2
+
+
+@pytest.mark.filterwarnings("ignore::fxremat.PromiseBroken")
+@pytest.mark.filterwarnings("ignore::fxremat.BudgetExceeded")
+def test_two_models_in_turn_are_refused_with_the_least_of_the_whole_step() -> None:
+    """Known when all their runs are: weights that two graphs share have one gradient."""
+    case = adversaries()
+    least = case.budget(None)
+    assert case.kept(least) > least * 9 // 10
+    assert case.refused(least * 9 // 10) is not None
 
 
 @pytest.mark.filterwarnings("ignore::fxremat.PromiseBroken")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from typing import Any, cast
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 __all__ = [
@@ -20,6 +22,7 @@ __all__ = [
     "size_ranges",
     "sizes_at",
     "symbols_seen",
+    "with_settled_sizes",
 ]
 
 
@@ -63,6 +66,30 @@ def sizes_at(values: Mapping[Any, int]) -> Iterator[None]:
         yield
     finally:
         _AT.reset(token)
+
+
+def with_settled_sizes(value: Any) -> Any:
+    """A tensor without memory in which symbols that came to stand for one number are that number.
+
+    Where code runs with one size and then with another, Dynamo makes the size a symbol, and may
+    find that the graph holds for this number only. The tensor keeps the symbol.
+    """
+    if not isinstance(value, FakeTensor):
+        return value
+    given = [[*value.shape], [*value.stride()]]
+    sizes, strides = ([_settled(n) for n in each] for each in given)
+    if all(map(operator.is_, (*sizes, *strides), (n for each in given for n in each))):
+        return value
+    with value.fake_mode:
+        found = torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device)
+    if isinstance(value, torch.nn.Parameter):
+        return torch.nn.Parameter(found, requires_grad=value.requires_grad)
+    return found.requires_grad_(value.requires_grad)
+
+
+def _settled(size: Any) -> Any:
+    number = size.node.maybe_as_int() if isinstance(size, torch.SymInt) else None
+    return size if number is None else number
 
 
 def symbols_seen(graph: fx.Graph) -> dict[Any, int]:

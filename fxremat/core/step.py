@@ -11,7 +11,7 @@ forward to its backward a run waits, and holds what it has saved. Plain data.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -159,17 +159,20 @@ def in_order(
     gathered: Gathered = NOTHING_GATHERED,
     results_kept: Collection[int] = (),
     results_held: Collection[int] = (),
+    weights: Sequence[Mapping[int, int]] = (),
 ) -> tuple[StepPoint, ...]:
     """The points of a step whose runs go forward and backward in this order.
 
     ``part_of`` each run says which of the ``parts`` it is of. ``outside_bytes`` are there all the
     time, what no run has of its own among them; what is ``gathered`` comes in addition. The
     gradients of a part stay from its backward on; one that has gone backward may run again, as the
-    discriminator of a GAN does, and adds to them. What runs outside holds the results of
-    the runs in ``results_kept`` until these go backward, and of those in ``results_held`` to the
-    end.
+    discriminator of a GAN does, and adds to them; so does another part that has ``weights`` of it,
+    bytes by address of those of each run, where these are known. What runs outside holds the
+    results of the runs in ``results_kept`` until these go backward, and of those in
+    ``results_held`` to the end.
     """
     points, waiting, left, ended = list[StepPoint](), list[int](), 0, set[int]()
+    added = set[int]()
     for k, (run, phase) in enumerate(order):
         own = parts[part_of[run]]
         if phase == "forward":
@@ -190,8 +193,11 @@ def in_order(
         outside = outside_bytes + left + own.incoming + len(waiting) * gathered.kept
         outside += (gathered.again if waiting else 0) + (gathered.sent if ended else 0)
         points.append(StepPoint(outside, tuple(waiting), run, "backward"))
-        left += 0 if run in ended else own.left
+        trained = weights[run] if weights else {}
+        again = sum(nbytes for key, nbytes in trained.items() if key in added)
+        left += 0 if run in ended else max(0, own.left - again)
         ended.add(run)
+        added |= trained.keys()
     return tuple(points)
 
 

@@ -34,6 +34,11 @@ def unsent_results(gm: fx.GraphModule, inputs: Iterable[object]) -> tuple[int, .
     return tuple(k for k in trained if k not in losses) if losses else ()
 
 
+def gives_loss(gm: fx.GraphModule) -> bool:
+    """Whether a result of a Dynamo graph is a loss: one number that needs a gradient."""
+    return any(_needs_gradient(one) and _is_number(one) for one in _results(gm))
+
+
 def _results(gm: fx.GraphModule) -> list[Any]:
     (given,) = gm.graph.output_node().args
     return list(given) if isinstance(given, (list, tuple)) else [given]

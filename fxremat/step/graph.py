@@ -19,6 +19,7 @@ from fxremat.compat.compilers import compile_with_aot_eager
 from fxremat.compat.distributed.ranks import is_a_rank
 from fxremat.compat.dynamo import inline_regions
 from fxremat.compat.joint_graph import copy_module
+from fxremat.compat.sizes import with_settled_sizes
 from fxremat.compile import session
 from fxremat.compile.draft import Draft
 from fxremat.compile.driver import (
@@ -48,6 +49,7 @@ from fxremat.runtime import accumulation
 from fxremat.runtime.host_memory import is_host
 from fxremat.runtime.unsent_gradients import (
     detach_results,
+    gives_loss,
     gradients_on_demand,
     unsent_results,
 )
@@ -130,10 +132,17 @@ class Graph:
         needed = any(isinstance(x, torch.Tensor) and x.requires_grad for x in self.inputs)
         return needed and torch.is_grad_enabled()
 
+    @property
+    def gives_loss(self) -> bool:
+        """Whether a result is a loss, so that the forward of a step may end there."""
+        return gives_loss(self.kept)
+
     def forget_inputs(self) -> None:
         """Keep no tensor alive: what compiles the graph again is given their sizes alone."""
-        self.inputs = [node.meta.get("example_value") for node in self.kept.graph.nodes
-                       if node.op == "placeholder"]  # fmt: skip
+        values = (
+            n.meta.get("example_value") for n in self.kept.graph.nodes if n.op == "placeholder"
+        )
+        self.inputs = [with_settled_sizes(value) for value in values]
 
     def fresh(self) -> fx.GraphModule:
         """The graph as Dynamo gave it: what compiles it may change it."""
@@ -417,6 +426,8 @@ class WaitingRun:
     results: frozenset[int] = frozenset()
     made: tuple[weakref.ref[torch.Tensor], ...] = ()
     """The results themselves."""
+    weights: Mapping[int, int] = field(default_factory=dict)
+    """Bytes by address of the leaves among what it was given that need a gradient."""
 
     def saved(self) -> Storages:
         """The storages that it holds."""
@@ -432,7 +443,7 @@ class Recorded:
 
     With ``keeps`` others hold its results until its backward: so they may where the next graph is
     not given them, for something that is not compiled is. With ``holds`` they do so beyond that, as
-    whoever is given logits beside a loss.
+    whoever is given logits beside a loss. It was given these ``weights``.
     """
 
     graph: weakref.ref[Any]
@@ -440,3 +451,4 @@ class Recorded:
     phase: Literal["forward", "backward"]
     keeps: bool = False
     holds: bool = False
+    weights: Mapping[int, int] = field(default_factory=dict)

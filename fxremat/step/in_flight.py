@@ -152,7 +152,9 @@ class _WatchedRuns:
             if scope.records:
                 given, gives = (frozenset(storages_of(x, promise.device)) for x in (args, made))
                 held = tuple(weakref.ref(x) for x in made if isinstance(x, torch.Tensor))
-                run = replace(run, given=given, results=gives, made=held)
+                leaves = [x for x in args if isinstance(x, torch.Tensor) and x.is_leaf]
+                weights = storages_of([x for x in leaves if x.requires_grad], promise.device)
+                run = replace(run, given=given, results=gives, made=held, weights=weights)
             own = (*args, *made)
             self.look(run, own)
         return results

@@ -177,8 +177,7 @@ class GraphInStep:
     @property
     def takes_time(self) -> bool:
         """Whether a plan of it runs something again, or moves it."""
-        reports = [version.report for version in self.known.values()]
-        return any(one is not None and one.time_overhead > 0 for one in reports)
+        return any(one.report and one.report.time_overhead > 0 for one in self.known.values())
 
     def is_complete(self) -> bool:
         """Whether all that was counted beside it is there: its optimizers have their states."""
@@ -206,6 +205,7 @@ class GraphInStep:
         They count from then on, and later ones lie outside of the arena, where these are moved.
         """
         several = self.taken.count != 1 or self.role.described is not None
+        several |= bool(self.where.scope.waiting)  # then this step has made them
         counts = self.request.budget.limit is not None and not self.sharded
         if several or is_a_rank() or self.gradients_stay or not counts:
             return False
@@ -261,8 +261,9 @@ class GraphInStep:
     def _alone(self) -> RunVersions | None:
         """The graph by itself, beside what is there now.
 
-        Where runs that wait leave it too few bytes, this step takes more than the budget, and from
-        the next one on they leave more. Raises `InfeasibleBudget` with what all need together.
+        Where runs that wait leave it too few bytes, this step takes more than the budget. From the
+        next one on they leave more, or it is refused: then all are known. At a loss they are known
+        now. Raises `InfeasibleBudget` with what all need together.
         """
         missing, told = 0, len(session.STATE.reports)
         request = self.request.with_budget(between=self.observed.between)
@@ -271,13 +272,15 @@ class GraphInStep:
         except InfeasibleBudget as refused:
             if refused.minimum_bytes is None or not self.where.neighbours.graphs:
                 raise
-            if (least := self._least_of_all(refused)) > refused.budget_bytes:
+            if (
+                self.graph.gives_loss
+                and (least := self._least_of_all(refused)) > refused.budget_bytes
+            ):
                 raise InfeasibleBudget(refused.budget_bytes, least, *refused.args[2:]) from None
-            forget_frames(refused)
             missing = refused.minimum_bytes - refused.budget_bytes
-            more = format_bytes(missing)
-            log.warning("this step takes %s too much: it is planned anew for the next one", more)
-            request = request.with_budget(held=request.budget.held - missing)
+            log.warning("this step takes %s too much: planned anew", format_bytes(missing))
+            forget_frames(refused)
+            request = request.with_budget(held=request.budget.held - missing, optimizer_step=0)
             version = self.graph.compile(request)
             self.where.scope.plan_next_step()
         self.known[request] = version
@@ -298,11 +301,9 @@ class GraphInStep:
 
     def _least_of_all(self, refused: InfeasibleBudget) -> int:
         """The least budget for this graph and those that wait while it runs."""
-        assert refused.minimum_bytes is not None
         self.part()
         described = self.where.scope.describe_with(self)
-        least = None if described is None else self._least(described).budget_bytes
-        return least or refused.minimum_bytes
+        return self._least(described).budget_bytes if described else refused.minimum_bytes or 0
 
     def part(self) -> Part:
         """What it offers as a part of a step. Raises `NoBackward`."""
@@ -346,7 +347,7 @@ class GraphInStep:
         unknown = self.where.follow and self.role.described is None and len(described.part_of) == 1
         choose = planner.saving_least if unknown else planner.fastest
         aim = budget = self.request.budget.for_step
-        if not unknown and (found := self._with_what_is_left(described)) is not None:
+        if not unknown and (found := self._with_what_is_left(described)):
             return self._settled(described, found)
         failed, ways = set[planner.Chosen](), lowest_ways(self.request.budget)
         for _ in range(DRY_RUNS):
@@ -380,7 +381,7 @@ class GraphInStep:
         """
         index, budget = self.role.index, self.request.budget.for_step
         offered, aim = described.parts[index].offers, budget
-        if self.where.context.pipeline is not None:  # its points hold for halves in either order
+        if self.where.context.pipeline is not None:  # its halves run in either order
             return None
         for _ in range(2):  # the second time with less, by what the allocator adds
             chosen = planner.fastest(described.step(), aim)
@@ -400,8 +401,7 @@ class GraphInStep:
 
     def _made(self, described: StepDescription, chosen: planner.Chosen) -> MadeVersions:
         """The versions chosen for this graph, compiled. Raises `InfeasibleBudget`."""
-        index = self.role.index
-        part = described.parts[index]
+        index, part = self.role.index, described.parts[self.role.index]
         offers, runs = list(part.offers), described.runs_of(index)
         try:
             mine = sorted({chosen[run] for run in runs})
@@ -447,8 +447,9 @@ class GraphInStep:
         self.placing.described = described
         parts: tuple[Part, ...] = ()
         if self.role.described is None:
-            own = described.parts[self.role.index].interface
-            parts = tuple(Part(own, (kept[k],)) for k in at_place)
+            parts = tuple(
+                replace(described.parts[self.role.index], offers=(kept[k],)) for k in at_place
+            )
         self.taken.own_peak_bytes = peak - self.request.budget.held
         return RunVersions(versions, at_place, self.taken.own_peak_bytes, peak - late, parts)
 

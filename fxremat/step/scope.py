@@ -10,7 +10,7 @@ import gc
 import logging
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
@@ -30,7 +30,7 @@ from fxremat.memory.storages import Storages, storages_of, with_gradients
 from fxremat.memory.watched_steps import MOST_STEPS, StepWatch
 from fxremat.runtime.accumulation import living_gradients
 from fxremat.sizes import format_bytes
-from fxremat.step.description import Planner, StepDescription
+from fxremat.step.description import StepDescription
 from fxremat.step.given import Given
 from fxremat.step.graph import (
     NoBackward,
@@ -43,7 +43,7 @@ from fxremat.step.graph import (
     WaitingRun,
 )
 from fxremat.step.promise import Promise, Warned
-from fxremat.step.versions import Part
+from fxremat.step.versions import Part, Planner
 
 log = logging.getLogger(__name__)
 
@@ -180,11 +180,14 @@ class BudgetScope:
         kept = [k for k, (one, given) in enumerate(pairs) if not one.results & given]
         runs.append((graph, 0))
         held = [len(runs) - 1]  # what nobody is given yet, others may hold
-        return self._described(runs, last_first(len(runs)), graph.fixed_bytes, kept, held)
+        trained = [*(one.weights for one in waiting), {}]
+        order = last_first(len(runs))
+        return self._described(runs, order, graph.fixed_bytes, kept, held, trained)
 
     def _describe_last(self) -> StepDescription | None:
         """The last step as it has run; None where it cannot be planned as one."""
         runs: dict[tuple[SharingGraph, int], int] = {}
+        weights: dict[tuple[SharingGraph, int], Mapping[int, int]] = {}
         order: list[tuple[int, Literal["forward", "backward"]]] = []
         kept, held = list[int](), list[int]()
         for one in self.last:
@@ -195,6 +198,7 @@ class BudgetScope:
                 number = runs.setdefault((graph, one.place), len(order))
                 kept += [number] if one.keeps else []
                 held += [number] if one.holds else []
+                weights[graph, one.place] = one.weights
             order.append((runs[graph, one.place], one.phase))
         numbers = {old: new for new, old in enumerate(dict.fromkeys(run for run, _ in order))}
         known = {number: run for run, number in runs.items()}
@@ -202,7 +206,8 @@ class BudgetScope:
         listed = [known[number] for number in numbers]
         in_turn = [(numbers[run], phase) for run, phase in order]
         kept, held = ([numbers[run] for run in each] for each in (kept, held))
-        return self._described(listed, in_turn, fixed, kept, held)
+        trained = [weights[run] for run in listed]
+        return self._described(listed, in_turn, fixed, kept, held, trained)
 
     def _described(
         self,
@@ -211,6 +216,7 @@ class BudgetScope:
         fixed_bytes: int,
         kept: Sequence[int],
         held: Sequence[int],
+        weights: Sequence[Mapping[int, int]],
     ) -> StepDescription | None:
         graphs = list(dict.fromkeys(graph for graph, _ in runs))
         parts = []
@@ -223,8 +229,9 @@ class BudgetScope:
         part_of = tuple(graphs.index(graph) for graph, _ in runs)
         interfaces = [part.interface for part in parts]
         points = in_order(
-            interfaces, part_of, order, fixed_bytes, results_kept=kept, results_held=held
-        )
+            interfaces, part_of, order, fixed_bytes, results_kept=kept, results_held=held,
+            weights=weights,
+        )  # fmt: skip
         places = tuple(place for _, place in runs)
         planners: dict[int, Planner] = {k: graph.plan_version for k, graph in enumerate(graphs)}
         found = StepDescription(points, part_of, places, parts, planners=planners)
@@ -380,7 +387,8 @@ class BudgetScope:
                 last = next(reversed([one for one in waiting.values() if one is not run]), None)
                 keeps = last is not None and not last.results & run.given
                 self.order[-1] = replace(before, keeps=keeps)
-            self.order.append(Recorded(weakref.ref(run.graph), run.place, "forward"))
+            forward = Recorded(weakref.ref(run.graph), run.place, "forward", weights=run.weights)
+            self.order.append(forward)
         weakref.finalize(node, self._leaves, key, run)
         when_freed(node, partial(self._leaves, key, run))
         self.saved_bytes = max(self.saved_bytes, self._planned()[1])

@@ -29,7 +29,7 @@ from fxremat.core.plan import Plan
 from fxremat.core.schedule import store_all
 from fxremat.core.step import Interface, Version
 from fxremat.core.timeline import replay
-from fxremat.errors import InfeasibleBudget
+from fxremat.errors import InfeasibleBudget, forget_frames
 from fxremat.passes.memory_estimation import TANGENTS
 from fxremat.report.report import Report
 from fxremat.version import build
@@ -100,6 +100,27 @@ class Offer:
             backward_bytes=self.version.backward_bytes + more,
         )
         return replace(self, version=version, peak_bytes=self.peak_bytes + more, events=None)
+
+
+Planner = Callable[[Offer, int], Report]
+"""Plans a graph as a version, under so many bytes."""
+
+
+def lowest_peak(plan: Planner, offer: Offer, limit_bytes: int) -> Offer:
+    """The offer with the least peak at which the search saves no more than it, or at any.
+
+    The first time without a limit on what is saved: so much less may lie between the halves.
+    """
+    beside = offer.peak_bytes - offer.between_bytes - offer.version.saved_bytes
+    peak, between = 1, 0
+    for _ in range(2):
+        try:
+            plan(Offer(offer.version, peak, between, tight=True), limit_bytes)
+        except InfeasibleBudget as refused:
+            peak += (refused.minimum_bytes or 0) - refused.budget_bytes
+            forget_frames(refused)
+        between = max(0, peak - beside - offer.version.saved_bytes)
+    return Offer(offer.version, peak, between, tight=True)
 
 
 def version_in(report: Report | None) -> Version:
