@@ -46,12 +46,13 @@ from fxremat.memory.storages import storages_of
 from fxremat.options import disabled, parse_options
 from fxremat.report.report import peak_table
 from fxremat.step import scope as scopes
-from fxremat.step.context import Surroundings, fixed_inputs, model_context
+from fxremat.step.context import ModelContext, Surroundings, fixed_inputs, model_context
 from fxremat.step.ddp import see_parts
 from fxremat.step.graph import Graph, Role, plan_only
 from fxremat.step.in_flight import watch_in_flight, without_backward
 from fxremat.step.promise import Observed
 from fxremat.step.runs import GraphInStep
+from fxremat.step.scope import Neighbours
 
 log = logging.getLogger(__name__)
 
@@ -80,15 +81,15 @@ def fxremat(
     if disabled():
         patches = inductor_patches(mode, parsed.inductor_options())
         return compile_with_inductor(gm, example_inputs, patches)
-    gm = inline_regions(gm)
+    goes_on, gm = more_follow(gm), inline_regions(gm)
     ranks = ranks_together(gm, example_inputs)
-    graph = Graph(gm, copy_module(gm), example_inputs, parsed, mode, ranks)
+    graph = Graph(gm, copy_module(gm), example_inputs, parsed, mode, ranks, goes_on)
     graph.leave_out_unsent()
     calling = list(map(unwrapped, calling_modules()))
     _REFUSED.difference_update(calling)
     _expect_others(graph, options)
     try:
-        return _compiled_in_step(graph, follow=more_follow(gm))
+        return _compiled_in_step(graph)
     except Exception:
         _REFUSED.update(calling)
         raise
@@ -125,16 +126,13 @@ def _role_of(graph: Graph) -> Role:
     return Role(*session.seen_in(part), looked_at=False)
 
 
-def _compiled_in_step(graph: Graph, *, follow: bool) -> Callable[..., Any]:
-    """A graph compiled as a part of its step: beside what other graphs hold under its budget.
-
-    With ``follow`` others come after it in the function that Dynamo compiles.
-    """
+def _compiled_in_step(graph: Graph) -> Callable[..., Any]:
+    """A graph compiled as a part of its step: beside what other graphs hold under its budget."""
     scope = scopes.scope_of(graph.device, graph.options.memory_budget)
     session.STATE.rank_timeout = graph.options.rank_timeout
-    in_step, apart = _placed(graph, list(scope.given.modules), follow), None
+    in_step, apart = _placed(graph, list(scope.given.modules)), None
     if in_step.where.context.siblings:
-        apart = _placed(graph, (), follow)
+        apart = _placed(graph, ())
     try:
         found = in_step.compiled()
     except InfeasibleBudget as refused:
@@ -163,7 +161,7 @@ def _compiled_in_step(graph: Graph, *, follow: bool) -> Callable[..., Any]:
     return _under_cap(in_step, watched)
 
 
-def _placed(graph: Graph, compiled: Sequence[nn.Module], follow: bool) -> GraphInStep:
+def _placed(graph: Graph, compiled: Sequence[nn.Module]) -> GraphInStep:
     """A graph in its step, where modules like its own among those ``compiled`` wait with it."""
     options, device, role = graph.options, graph.device, _role_of(graph)
     scope, place = scopes.scope_of(device, options.memory_budget), current_compilation()
@@ -185,10 +183,9 @@ def _placed(graph: Graph, compiled: Sequence[nn.Module], follow: bool) -> GraphI
     if role.described is not None and role.looked_at:
         known = role.described.request
         request = request.with_inputs(passed_on=known is not None and known.inputs.passed_on)
-    # Models that are compiled for the same budget, and have not run yet, may do so in this step.
-    expected = bool(compiled) and beside.coming > 0 and context.runs == 1
-    expected &= not hooks_on_what_is_saved()  # under a checkpoint it saves nothing
-    follow |= expected and not graph.gives_loss
+    follow = graph.goes_on
+    if _others_are_expected(compiled, context, beside):
+        follow |= not graph.gives_loss
     where = Surroundings(
         device,
         context,
@@ -203,6 +200,21 @@ def _placed(graph: Graph, compiled: Sequence[nn.Module], follow: bool) -> GraphI
     signature = session.signature(graph.kept, graph.inputs) if limit is not None else ""
     observed = Observed(signature, limit, str(device))
     return GraphInStep(graph, request, where, role, observed=observed)
+
+
+def _others_are_expected(
+    compiled: Sequence[nn.Module], context: ModelContext, beside: Neighbours
+) -> bool:
+    """Whether other graphs will run in this step beside one that is alone in its module.
+
+    Models that are compiled for the same budget, and have not run yet, may do so. And if it is of a
+    part of a compiled model, Dynamo has given up around that part. Under a checkpoint a graph saves
+    nothing, and is planned as if it were alone.
+    """
+    part = next(reversed(calling_modules()), None)
+    inside = part is not None and unwrapped(part) not in compiled
+    alone = bool(compiled) and context.runs == 1 and not hooks_on_what_is_saved()
+    return alone and (beside.coming > 0 or inside)
 
 
 def _warn_of_checkpointing(graph: Graph) -> None:

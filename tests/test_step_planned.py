@@ -69,6 +69,20 @@ class BlocksAndHead(nn.Module):
         return logits.float().logsumexp(-1).mean(), logits
 
 
+class HeadAndLoss(nn.Module):
+    """Head and loss are one graph, after another one of blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = OneGraph(2), nn.Linear(32, 64)
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.blocks.blocks(x)
+        torch._dynamo.graph_break()
+        logits = self.head(x)
+        return logits.float().logsumexp(-1).mean(), logits
+
+
 class OneGraph(nn.Module):
     """Blocks, and the loss."""
 
@@ -395,3 +409,26 @@ def test_a_graph_takes_all_that_the_others_leave_of_the_budget() -> None:
 def test_two_models_in_turn_keep_their_budget(depths: tuple[int, int]) -> None:
     case = in_turn(*depths)
     case.kept(case.budget(60))
+
+
+@pytest.mark.filterwarnings("ignore::fxremat.PromiseBroken")
+@pytest.mark.parametrize("sent", [False, True])
+def test_logits_beside_the_loss_of_the_last_graph_get_no_gradient_unless_one_comes(
+    sent: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(0)
+    model, x = HeadAndLoss(), torch.randn(512, 32)
+
+    def gradients(call: Any) -> list[Tensor | None]:
+        model.zero_grad()
+        loss, logits = call(x)
+        (loss + sent * logits.square().mean() if sent else loss).backward()
+        return [p.grad for p in model.parameters()]
+
+    expected = gradients(torch.compile(model, **PLAIN))
+    torch._dynamo.reset()
+    options = {**QUICK, "memory_budget": 64 * MIB}
+    ours = torch.compile(model, backend="fxremat", options=options)
+    for _ in range(3):
+        torch.testing.assert_close(gradients(ours), expected)
+    assert ("a gradient came" in caplog.text) == sent

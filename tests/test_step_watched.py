@@ -274,6 +274,6 @@ def test_what_a_loop_leaves_of_its_promise_is_used_from_then_on(
     assert len(fxremat.reports()) == 2
     limit = graph.request.budget.limit
     for counted, held in ((graph.observed.counted, -states), (0, 0)):
-        again = Observed(graph.observed.signature, limit, str(CPU), counted=counted)
-        again.recall()
+        again = Observed(graph.observed.signature, limit, str(CPU))
+        again.recall(counted)
         assert again.held == held

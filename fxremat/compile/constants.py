@@ -28,9 +28,11 @@ was found with 7."""
 BUDGET_PARTS = 64
 """A budget that nobody asked for is a whole number of such parts of the device's memory, so that
 what other programs take now makes no other plan; two parts of what is there are left to others."""
-UNIT_SAVED, UNIT_BALANCES = 6, (0.0, 0.25, 0.5, 4.0)
+UNIT_SAVED, UNIT_BALANCES = 3, (0.0, 0.25, 0.5, 4.0)
 """How many limits of what a graph of a step saves plans are offered for, between the least and all;
-and how much is held between its halves where the least peak is looked for, in parts of its own."""
+and how much is held between its halves where the least peak is looked for, in parts of its own. A
+GPT-2 of two graphs is planned alike with three and with six limits, since what a step leaves is
+used."""
 LONG_S = 5.0
 """Seconds: a stage of planning that takes longer says so. Users are told of progress within ten
 seconds, after which they turn to something else (Nielsen, "Usability Engineering", 1993)."""

@@ -20,13 +20,16 @@ SMALL_BYTES = 2**20
 """Of what a first run may change, this much is copied before: statistics of norms and counters."""
 
 
-def unsent_results(gm: fx.GraphModule, inputs: Iterable[object]) -> tuple[int, ...]:
+def unsent_results(
+    gm: fx.GraphModule, inputs: Iterable[object], *, ends_model: bool = False
+) -> tuple[int, ...]:
     """Which results of a Dynamo graph get no gradient if only its losses do; none without a loss.
 
     A loss is one number. Nor where an input was computed that needs a gradient: the graph is a part
-    of a model then.
+    of a model then, whose other parts may be given the results, unless it ``ends_model``.
     """
-    if any(isinstance(x, torch.Tensor) and x.requires_grad and not x.is_leaf for x in inputs):
+    computed = (isinstance(x, torch.Tensor) and x.requires_grad and not x.is_leaf for x in inputs)
+    if not ends_model and any(computed):
         return ()
     results = _results(gm)
     trained = [k for k, one in enumerate(results) if _needs_gradient(one)]

@@ -34,7 +34,7 @@ from fxremat.memory.layout import arrange
 from fxremat.memory.reserved_bytes import ALONE, Reserved, order_of, reserved_by_step
 from fxremat.planner import step_versions as planner
 from fxremat.sizes import format_bytes
-from fxremat.step.versions import Offer, Part, Planner, followed_by, lowest_peak
+from fxremat.step.versions import Offer, Part, Planner, followed_by
 
 
 @dataclass
@@ -158,40 +158,13 @@ class StepDescription:
             chosen = choose(self.step())
             least = self.step().peak_bytes(chosen)
             self.make_exact(chosen, budget.least_for(least))
-            exact = self.step().peak_bytes(chosen) <= least
-            if exact and not self._narrow(chosen, budget.least_for(least)):
+            if self.step().peak_bytes(chosen) <= least:
                 break
         taken = reserved(chosen)
         if taken is None:
             return LeastVersions(chosen, budget.least_for(least))
         unused = max(0, taken.nbytes - self.step().peak_bytes(chosen))
         return LeastVersions(chosen, budget.least_for(taken.nbytes), unused)
-
-    def _narrow(self, chosen: Sequence[int], limit_bytes: int) -> bool:
-        """Offer the least that parts can take where they make the peak; whether that is less.
-
-        What they save is limited as before. The quick solvers, which make offers, do not always
-        find it.
-        """
-        step = self.step()
-        peak = step.peak_bytes(chosen)
-        at_peak = {
-            (self.part_of[point.running], chosen[point.running])
-            for point in step.points
-            if point.running is not None and step.bytes_at(point, chosen) == peak
-        }
-        found = False
-        for part, version in sorted(at_peak):
-            plan, offers = self.planners.get(part), list(self.parts[part].offers)
-            if plan is None or offers[version].tight:
-                continue
-            offers[version] = replace(offers[version], tight=True)
-            least = lowest_peak(plan, offers[version], limit_bytes)
-            if least.peak_bytes < offers[version].peak_bytes:
-                offers.append(least.as_counted(plan(least, limit_bytes)))
-                found = True
-            self.offer(part, offers)
-        return found
 
     def widen(self, part: int, chosen: Sequence[int], limit_bytes: int) -> bool:
         """Offer the chosen versions of a part with all that the rest leaves; whether that is more.

@@ -15,9 +15,10 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import fx
 
+from fxremat.compat.call_stack import calling_modules
 from fxremat.compat.compilers import compile_with_aot_eager
 from fxremat.compat.distributed.ranks import is_a_rank
-from fxremat.compat.dynamo import inline_regions
+from fxremat.compat.dynamo import inline_regions, more_follow, unwrapped
 from fxremat.compat.joint_graph import copy_module
 from fxremat.compat.sizes import with_settled_sizes
 from fxremat.compile import session
@@ -95,6 +96,8 @@ class Graph:
     options: Options
     mode: str | None
     ranks: tuple[int, ...] = ()
+    goes_on: bool = False
+    """Whether others come after it in the function that Dynamo compiles."""
     study: session.Study | None = None
     """Told what the search found, where it is only planned."""
     joint: Joint | None = None
@@ -111,7 +114,9 @@ class Graph:
         inside = any(is_host(x) or accumulation.will_be_added(x) for x in tensors)
         if self.options.memory_budget is None or not self.needs_gradients or inside or is_a_rank():
             return
-        self.unsent = unsent_results(self.kept, self.inputs)
+        modules = {id(unwrapped(one)) for one in calling_modules()}
+        ends_model = not self.goes_on and len(modules) == 1
+        self.unsent = unsent_results(self.kept, self.inputs, ends_model=ends_model)
 
     def sends_more(self) -> bool:
         """Whether one came in the last step: from now on it is compiled with all gradients."""
@@ -283,7 +288,8 @@ def plan_only(
     """
     total = total_bytes(device_of_inputs(inputs))
     parsed = parse_options(options, device_total_bytes=total)
-    graph = Graph(None, inline_regions(gm), inputs, parsed, None, study=study)
+    goes_on, gm = more_follow(gm), inline_regions(gm)
+    graph = Graph(None, gm, inputs, parsed, None, goes_on=goes_on, study=study)
     graph.leave_out_unsent()
     return graph.explain()
 

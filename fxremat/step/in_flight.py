@@ -51,6 +51,11 @@ class PlannedGraph(SharingGraph, Protocol):
         """Whether its parameters are gathered when it runs, so that they do not live on."""
         ...
 
+    @property
+    def saves_least(self) -> bool:
+        """Whether its versions save little until all graphs of the step are known."""
+        ...
+
     def compiled(self) -> RunVersions | None:
         """The versions for its first runs."""
         ...
@@ -197,7 +202,7 @@ class _WatchedRuns:
         waiting, planned = self.scope.waiting_of(self.frame), len(self.runs.version_of_run)
         if waiting > planned and self.scope.given.refused is not None:
             raise self.scope.given.refused
-        if waiting > planned and self.graph is not None:
+        if waiting > planned and self.graph is not None and not self.graph.saves_least:
             count = 1 << (waiting - 1).bit_length()
             log.warning("%d runs wait for their backward at once: planned for %d", waiting, count)
             self.runs = self.graph.compiled_for(count)

@@ -158,8 +158,9 @@ class Observed:
     def _is_kept(self) -> bool:
         return self.limit is not None and bool(self.signature) and not caches_disabled()
 
-    def recall(self) -> None:
-        """Know what an earlier run has noted under this budget."""
+    def recall(self, counted: int) -> None:
+        """Know what an earlier run has noted under this budget, where so many are counted."""
+        self.counted = counted
         known = _answers().read(self._question()) if self._is_kept else None
         if isinstance(known, list) and [*map(type, known)] == [int] * 3:
             between, held, counted = known

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -83,20 +84,16 @@ class GraphInStep:
 
         Raises `InfeasibleBudget`.
         """
-        self.observed.counted = self.request.budget.held
-        self.observed.recall()
+        self.observed.recall(self.request.budget.held)
         self._hold(self.observed.held)
         return self._compiled_so()
 
     def _compiled_so(self) -> RunVersions | None:
-        together = (count := self.runs_at_once) > 1 or self.role.described is not None
-        together |= self.where.context.pipeline is not None or self.where.follow
+        count, pipeline = self.runs_at_once, self.where.context.pipeline
+        together = count > 1 or self.role.described or pipeline is not None or self.where.follow
         if together and self.request.budget.limit is not None and self.graph.needs_gradients:
-            try:
+            with suppress(NoBackward):
                 found = self.compiled_for(count)
-            except NoBackward:
-                pass
-            else:
                 if self.where.follow and self.role.described is None:
                     self.where.scope.plan_next_step()
                 return found
@@ -155,6 +152,11 @@ class GraphInStep:
         return self.unseen_bytes + own.resident - own.given
 
     @property
+    def saves_least(self) -> bool:
+        """Whether its versions save little until all graphs of the step are known."""
+        return self.where.follow and self.role.described is None and self.where.context.runs == 1
+
+    @property
     def unseen_bytes(self) -> int:
         """Of what is held beside it, all that no run has saved."""
         others = self.where.neighbours
@@ -182,8 +184,8 @@ class GraphInStep:
     def is_complete(self) -> bool:
         """Whether all that was counted beside it is there: its optimizers have their states."""
         trained = optimizer_memory(None, self.where.scope.given.weights(), self.where.device)
-        named = self.graph.options.optimizer not in (None, "none")
-        return not trained.missing and (not named or trained.trained > 0)
+        unnamed = self.graph.options.optimizer in (None, "none")
+        return not trained.missing and (unnamed or trained.trained > 0)
 
     @property
     def reserve_bytes(self) -> int:
@@ -344,10 +346,9 @@ class GraphInStep:
         What the latter need is not known yet, so that one may exceed the budget in its first step.
         """
         described.see_between(self.observed.between)
-        unknown = self.where.follow and self.role.described is None and len(described.part_of) == 1
-        choose = planner.saving_least if unknown else planner.fastest
+        choose = planner.saving_least if self.saves_least else planner.fastest
         aim = budget = self.request.budget.for_step
-        if not unknown and (found := self._with_what_is_left(described)):
+        if not self.saves_least and (found := self._with_what_is_left(described)):
             return self._settled(described, found)
         failed, ways = set[planner.Chosen](), lowest_ways(self.request.budget)
         for _ in range(DRY_RUNS):
@@ -362,7 +363,7 @@ class GraphInStep:
             except InfeasibleBudget as refused:
                 forget_frames(refused)
                 continue
-            if found.nbytes <= budget or (unknown and not found.is_reserved):
+            if found.nbytes <= budget or (self.saves_least and not found.is_reserved):
                 return self._settled(described, found)
             if found.is_reserved:
                 failed.add(chosen)
@@ -447,9 +448,8 @@ class GraphInStep:
         self.placing.described = described
         parts: tuple[Part, ...] = ()
         if self.role.described is None:
-            parts = tuple(
-                replace(described.parts[self.role.index], offers=(kept[k],)) for k in at_place
-            )
+            part = described.parts[self.role.index]
+            parts = tuple(replace(part, offers=(kept[k],)) for k in at_place)
         self.taken.own_peak_bytes = peak - self.request.budget.held
         return RunVersions(versions, at_place, self.taken.own_peak_bytes, peak - late, parts)
 

@@ -29,7 +29,7 @@ from fxremat.core.plan import Plan
 from fxremat.core.schedule import store_all
 from fxremat.core.step import Interface, Version
 from fxremat.core.timeline import replay
-from fxremat.errors import InfeasibleBudget, forget_frames
+from fxremat.errors import InfeasibleBudget
 from fxremat.passes.memory_estimation import TANGENTS
 from fxremat.report.report import Report
 from fxremat.version import build
@@ -106,23 +106,6 @@ Planner = Callable[[Offer, int], Report]
 """Plans a graph as a version, under so many bytes."""
 
 
-def lowest_peak(plan: Planner, offer: Offer, limit_bytes: int) -> Offer:
-    """The offer with the least peak at which the search saves no more than it, or at any.
-
-    The first time without a limit on what is saved: so much less may lie between the halves.
-    """
-    beside = offer.peak_bytes - offer.between_bytes - offer.version.saved_bytes
-    peak, between = 1, 0
-    for _ in range(2):
-        try:
-            plan(Offer(offer.version, peak, between, tight=True), limit_bytes)
-        except InfeasibleBudget as refused:
-            peak += (refused.minimum_bytes or 0) - refused.budget_bytes
-            forget_frames(refused)
-        between = max(0, peak - beside - offer.version.saved_bytes)
-    return Offer(offer.version, peak, between, tight=True)
-
-
 def version_in(report: Report | None) -> Version:
     """What a graph takes as a part of its step."""
     assert report is not None
@@ -190,9 +173,10 @@ def _plans(
     most, kept = everything.peak_bytes, everything.live_bytes[store_all(plain).index(TANGENTS)]
     yield graphs.plain, planning.solve(plain, most, LOCAL_SEARCH)
     least_peak = least_saved = most
-    for parts in UNIT_BALANCES:
-        for draft in _lowest(planning, graphs, int(parts * most)):
-            problem = with_between(draft.estimate.problem, int(parts * most))
+    balances = [int(parts * most) for parts in UNIT_BALANCES]
+    for draft in _lowest(planning, graphs, (balances[0], balances[-1])):
+        for between in balances:
+            problem = with_between(draft.estimate.problem, between)
             plan = planning.solve(problem, 0, ONE_PASS)
             yield draft, plan
             line = replay(with_between(problem, 0), plan.steps)
@@ -221,15 +205,16 @@ def _under(
             yield draft, plan
 
 
-def _lowest(planning: Planning, graphs: GraphInVariants, between: int) -> Iterator[Draft]:
+def _lowest(
+    planning: Planning, graphs: GraphInVariants, held_between: tuple[int, ...]
+) -> list[Draft]:
     """The graph as it is, and in the variants of least peak where so much is held in between."""
-    yield graphs.plain
     variants = graphs.offered
     if variants is None:
-        return
-    names = planning.solve(with_between(variants.problem, between), 0, ONE_PASS).variants
-    if names:
-        yield graphs.draft(names, variants)
+        return [graphs.plain]
+    problems = [with_between(variants.problem, between) for between in held_between]
+    names = [planning.solve(problem, 0, ONE_PASS).variants for problem in problems]
+    return [graphs.draft(each, variants) for each in dict.fromkeys([(), *names])]
 
 
 def _offer(draft: Draft, plan: Plan, request: Request) -> Offer:
