@@ -66,8 +66,9 @@ def test_a_file_is_continued_and_a_page_made(
     assert asked == ["gnn", "gan"]
     assert "1 ok, 1 over" in capsys.readouterr().out
     data = json.loads(found.read_text(encoding="utf-8"))
-    text = page(data["machine"], list(map(Row, data["rows"])))
+    text = page(data["machine"], list(map(Row, data["rows"])), 45)
     assert "| gan | over |" in text
+    assert "2 of 45 architectures are measured" in text
     assert "* **gnn**: much" in text
 
 

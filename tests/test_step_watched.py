@@ -99,6 +99,21 @@ def test_a_loss_outside_is_planned_for_once_it_was_seen() -> None:
     assert case.peak_bytes() <= budget
 
 
+def test_states_of_optimizers_are_part_of_what_a_step_was_seen_to_take(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    case, resident = Case(loss_outside=False), list[int]()
+    monkeypatch.setattr(StepWatch, "begin", lambda self, nbytes: resident.append(nbytes))
+    optimizer = torch.optim.AdamW(case.model.parameters(), lr=1e-6)
+    case.compile(memory_budget=64 * MIB)
+    for _ in range(3):
+        case.step()
+        optimizer.step()
+    states = sum(x.nbytes for one in optimizer.state.values() for x in one.values())
+    assert states > MIB // 2
+    assert [n - resident[0] for n in resident] == [0, states, states]
+
+
 @needs_glibc
 def test_what_runs_outside_is_named_with_the_reserve_that_is_enough() -> None:
     """Where no plan leaves so much: within 3 % of what is measured, and with that reserve, and as

@@ -67,6 +67,13 @@ def rows_in(path: Path | None) -> dict[str, Row]:
     return {each["name"]: Row(each) for each in rows}
 
 
+def commit() -> str:
+    """Of the source tree, in short."""
+    asked = ["git", "rev-parse", "--short", "HEAD"]
+    done = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=False)
+    return done.stdout.strip()
+
+
 def measure(name: str, minutes: float) -> Row:
     """The row of one architecture, from a process of its own."""
     command = [sys.executable, "-m", "benchmarks.architectures.measuring", name]
@@ -90,19 +97,20 @@ def main(words: Sequence[str] | None = None) -> int:
     asked = arguments(words)
     if asked.page:
         found = json.loads(asked.page.read_text(encoding="utf-8"))
-        PAGE.write_text(page(found["machine"], list(map(Row, found["rows"]))), encoding="utf-8")
+        rows = list(map(Row, found["rows"]))
+        PAGE.write_text(page(found["machine"], rows, len(ARCHITECTURES)), encoding="utf-8")
         return 0
-    rows = rows_in(asked.json)
+    known = rows_in(asked.json)
     print("  ".join(HEAD), flush=True)
     for name in asked.names:
-        if asked.again or name not in rows:
-            rows[name] = measure(name, asked.minutes)
+        if asked.again or name not in known:
+            known[name] = Row({**measure(name, asked.minutes).found, "commit": commit()})
             if asked.json:
-                _write(asked.json, rows)
-        print("  ".join(rows[name].cells()), flush=True)
-        for line in rows[name].remarks():
+                _write(asked.json, known)
+        print("  ".join(known[name].cells()), flush=True)
+        for line in known[name].remarks():
             print("   ", line, flush=True)
-    chosen = [rows[name] for name in asked.names]
+    chosen = [known[name] for name in asked.names]
     print(summary(chosen))
     return int(any(row.is_bad for row in chosen))
 

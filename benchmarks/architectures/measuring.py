@@ -207,7 +207,10 @@ def _ours(found: Found, plain: Way) -> None:
         if not found.graphs:
             found.status = "inactive"
             return
-        _, found.least = _tried(found.name, IMPOSSIBLE_BYTES)
+        said = len(found.warned)
+        with _warnings([]):
+            _, found.least = _tried(found.name, IMPOSSIBLE_BYTES)
+        del found.warned[said:]  # that it takes more is no news
     else:
         found.status = "refused"
     if found.least is None:

@@ -66,7 +66,8 @@ class Row:
     def remarks(self) -> list[str]:
         """What went wrong, and what was warned of."""
         said = [self.error] if self.error else []
-        return [line[:REMARK] for line in (*said, *(self.warned or ()))]
+        lines = (" ".join(one.split()) for one in (*said, *(self.warned or ())))
+        return [line[:REMARK] for line in lines]
 
 
 def _mib(count: int | None) -> str:
@@ -79,8 +80,9 @@ def summary(rows: Sequence[Row]) -> str:
     return ", ".join(f"{count} {status}" for status, count in counts.most_common())
 
 
-def page(machine: dict[str, Any], rows: Sequence[Row]) -> str:
-    """The page of the docs, in Markdown."""
+def page(machine: dict[str, Any], rows: Sequence[Row], of_all: int) -> str:
+    """The page of the docs, in Markdown; there are architectures ``of_all``."""
+    commits = ", ".join(dict.fromkeys(row.commit for row in rows if row.commit))
     lines = [
         "# Architectures",
         "",
@@ -95,7 +97,7 @@ def page(machine: dict[str, Any], rows: Sequence[Row]) -> str:
         "relative to plain compile's: until steps are steady, and after that; the machine was",
         "not quiet, so that these two are rough.",
         "",
-        f"**{summary(rows)}.**",
+        f"**{summary(rows)}.** {len(rows)} of {of_all} architectures are measured, at {commits}.",
         "",
         "| " + " | ".join(HEAD) + " |",
         "|" + "---|" * len(HEAD),

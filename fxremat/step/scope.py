@@ -26,6 +26,7 @@ from fxremat.core.constants import MUCH_UNUSED
 from fxremat.core.step import Order, in_order, last_first
 from fxremat.errors import BudgetExceeded, PromiseBroken
 from fxremat.memory.composed_steps import outside_in_order
+from fxremat.memory.optimizers import optimizer_memory
 from fxremat.memory.storages import Storages, storages_of, with_gradients
 from fxremat.memory.watched_steps import MOST_STEPS, StepWatch
 from fxremat.runtime.accumulation import living_gradients
@@ -273,7 +274,8 @@ class BudgetScope:
             if arena is not None:
                 resident = {k: n for k, n in resident.items() if not arena.holds(k)}
                 resident[arena.address] = arena.nbytes
-            self.watch.begin(sum(resident.values()))
+            states = optimizer_memory(None, self.given.weights(), promise.device)
+            self.watch.begin(sum(resident.values()) + states.states - states.missing)
 
     def _compilations(self) -> int:
         """How many there were, by Dynamo and by graphs that were planned again."""
