@@ -280,7 +280,7 @@ class GraphInStep:
             ):
                 raise InfeasibleBudget(refused.budget_bytes, least, *refused.args[2:]) from None
             missing = refused.minimum_bytes - refused.budget_bytes
-            log.warning("this step takes %s too much: planned anew", format_bytes(missing))
+            log.warning("%s too much in this step: the next is planned anew", format_bytes(missing))
             forget_frames(refused)
             request = request.with_budget(held=request.budget.held - missing, optimizer_step=0)
             version = self.graph.compile(request)
