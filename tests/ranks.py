@@ -100,7 +100,7 @@ class Trained(ABC):
         return 0
 
     def peak_bytes(self, expected: int | None = None) -> int:
-        """Of a step, after some; the least of several, until one is about as ``expected``."""
+        """Of a step, after some; the least of several, until one is no more than ``expected``."""
         for _ in range(2):
             self.step()
         return least_peak(self._measured_bytes, expected, self.most_steps)
@@ -133,13 +133,13 @@ def local(tensor: Any) -> Tensor:
 
 
 def least_peak(measure: Callable[[], int], expected: int | None, most: int) -> int:
-    """The least of at most so many; no more once it is about as expected on all ranks.
+    """The least of at most so many, until it is no more than expected on all ranks.
 
     Ranks have to run as many steps as each other: there are collectives in them.
     """
     found = [measure()]
     while len(found) < most and expected is not None:
-        there = torch.tensor(min(found) <= 1.01 * expected, dtype=torch.int32)
+        there = torch.tensor(min(found) <= expected, dtype=torch.int32)
         distributed.all_reduce(there, distributed.ReduceOp.MIN)
         if there:
             break
