@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import fxremat
+from fxremat.compat.configuration import cache_directory
 from fxremat.compile.constants import DRY_RUNS
 from fxremat.compile.draft import Draft
 from fxremat.compile.search.candidates import Candidate
@@ -41,25 +44,29 @@ def test_there_is_one_number_for_the_least_peak(executor: str) -> None:
     assert found.graphs[0].minimum_peak_bytes is None
 
 
-def test_a_least_that_was_named_is_obeyed_by_a_search_that_misses_it(
-    monkeypatch: pytest.MonkeyPatch,
+def of_everything_kept(search: Search, draft: Draft, aim: int = 0) -> Attempt:
+    """Instead of what would be tried."""
+
+    def proposals() -> Proposals:
+        yield Candidate.planned(draft, search.planning.solve(draft.problem, None))
+
+    return Attempt(proposals(), for_least=True)
+
+
+@pytest.mark.parametrize("known", ["named", "planned"])
+def test_a_least_that_is_known_is_obeyed_by_a_search_that_misses_it(
+    known: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As one does that knows other times of ops."""
+    """As one does that knows other times of ops; known by an error, or as the peak of a plan."""
     model, x = seeded(Classifier, 64, 16)
     options = {"executor": "aot_eager", "variants": "none"}
     least = refused(model, x, "1B", **options).minimum_bytes
     assert least is not None
-
-    def of_everything_kept(search: Search, draft: Draft) -> Attempt:
-        def proposals() -> Proposals:
-            yield Candidate.planned(draft, search.planning.solve(draft.problem, None))
-
-        return Attempt(proposals(), for_least=True)
-
+    if known == "planned":
+        shutil.rmtree(Path(cache_directory()) / "fxremat" / "least")
+        fxremat.explain(model, x, memory_budget=f"{least}B", options=options)
     monkeypatch.setattr(Search, "_least", of_everything_kept)
-    monkeypatch.setattr(
-        Search, "_under", lambda search, draft, _: of_everything_kept(search, draft)
-    )
+    monkeypatch.setattr(Search, "_under", of_everything_kept)
     assert refused(model, x, f"{least - 1}B", **options).minimum_bytes == least
     found = fxremat.explain(model, x, memory_budget=f"{least}B", options=options)
     assert found.predicted_peak_bytes <= least

@@ -1,9 +1,10 @@
-"""The least that was named is remembered with the plan that takes it.
+"""The least that any plan of a graph took is remembered with that plan.
 
 Which plans of low peak are found depends on the times of ops. Some are measured only when their
 turn comes, so that a search that is asked for the least of an earlier one may miss it by a little.
 Where a search ends above its budget, what took less before is made again; so the number that an
-error names is obeyed when it is asked for, and no later error names a larger one.
+error names is obeyed when it is asked for, no later error names a larger one, and none names more
+than what the graph has been trained in.
 """
 
 from __future__ import annotations
@@ -29,12 +30,14 @@ def search_with_known_least(search: Search) -> SearchResult:
     """
     found = search.run()
     budget = search.planning.request.budget
-    if not found.over or budget.soft_limit is not None or caches_disabled():
+    if budget.soft_limit is not None or caches_disabled():
         return found
     answers, question = Answers(Path(cache_directory()) / "fxremat" / "least"), _question(search)
     known = answers.read(question)
     try:  # what is wrong with a file, or does not go with this graph, costs a look and no run
         if known is not None and known["peak_bytes"] < found.evaluation.peak_bytes:
+            if not found.over:
+                return found
             before = search.taken(known["decision"])
             if before.evaluation.peak_bytes < found.evaluation.peak_bytes:
                 return before
