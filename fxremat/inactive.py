@@ -90,6 +90,8 @@ WHAT_TO_DO = {
     "RNN": "set torch._dynamo.config.allow_rnn = True",
     "logging": "add what logs to torch._dynamo.config.ignore_logging_functions "
     "(fxremat.integrations.transformers.keep_whole() does so for Hugging Face's models)",
+    "Data-dependent branching": "for models of Hugging Face whose layerdrop is 0, call "
+    "fxremat.integrations.transformers.keep_whole(model)",
 }
 """By a word of Dynamo's reason."""
 

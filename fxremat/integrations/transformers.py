@@ -15,7 +15,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import Trainer, TrainerCallback
 from transformers.utils import logging as transformers_logging
@@ -52,7 +52,8 @@ def train_within(
     * Unless the option ``optimizer`` is given, it is the trainer's. A batch that the loader has
       ready adds to ``reserve``.
     * Gradient checkpointing is switched off, and a log line says so: fxremat chooses instead.
-    * What models log while they run is left out of graphs, which would end there (`keep_whole`).
+    * Graphs do not end where models log something, or ask whether to leave a layer out
+      (`keep_whole`).
     * With ``gradient_accumulation_steps`` gradients are added in the backward
       (`fxremat.accumulate_in_backward`).
     * What was planned is among the figures that the trainer logs.
@@ -73,13 +74,30 @@ def train_within(
     return trainer
 
 
-def keep_whole() -> None:
-    """Let graphs go on where models of transformers log something once.
+def keep_whole(*models: nn.Module) -> None:
+    """Let graphs go on where models of transformers log something once, or ask for a layer's luck.
 
-    From now on and in compiled code these messages are not logged. For models that are compiled
-    without `train_within`; to be called before they first run.
+    From now on and in compiled code these messages are not logged. ``models`` whose LayerDrop is 0
+    no longer compare it with a number that they have drawn. For models that are compiled without
+    `train_within`; to be called before they first run.
     """
     leave_out_logs([transformers_logging.warning_once, transformers_logging.info_once])
+    modules = {each for model in models for each in model.modules()}
+    several: list[Any] = [*modules, *(getattr(each, "config", None) for each in modules)]
+    for one in several:
+        if isinstance(drop := getattr(one, "layerdrop", None), int | float) and drop == 0:
+            one.layerdrop = NoLayerDrop()
+
+
+class NoLayerDrop(float):
+    """0, of which it is known that no probability is below it, whatever number was drawn.
+
+    In training these models draw a number for each layer and leave it out where that is less than
+    ``layerdrop``. Dynamo ends a graph where the value of a tensor decides; here none does.
+    """
+
+    def __gt__(self, drawn: object) -> bool:
+        return False if isinstance(drawn, Tensor) else super().__gt__(drawn)  # type: ignore[operator]
 
 
 class _TrainWithin(TrainerCallback):  # type: ignore[misc]
@@ -96,7 +114,7 @@ class _TrainWithin(TrainerCallback):  # type: ignore[misc]
             return
         self._is_compiled = True
         model: nn.Module = kwargs["model"]
-        keep_whole()
+        keep_whole(model)
         _switch_off_checkpointing(model)
         if _takes_loss_of_model(self._trainer):
             loss_only(model)

@@ -112,3 +112,25 @@ def test_a_plain_head_computes_what_the_head_of_trl_does(
     torch.testing.assert_close(our_grads, their_grads, rtol=1e-4, atol=1e-4)
     only = plain(*made, targets, temperature, 32, softcap, scale, ("log_probs",))
     assert [x is None for x in only] == [False, True, True, True, True]
+
+
+def test_a_layer_drop_of_0_ends_no_graph() -> None:
+    """And one that is not 0 is left as it is."""
+    from transformers import OPTConfig, OPTForCausalLM
+
+    from fxremat.integrations.transformers import NoLayerDrop, keep_whole
+
+    sizes: Any = {"hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 64}
+    few: Any = {"num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64, "dropout": 0.0}
+    models = [OPTForCausalLM(OPTConfig(**sizes, **few, layerdrop=drop)) for drop in (0.0, 0.5)]
+    keep_whole(*models)
+    kinds = [type(model.model.decoder.layerdrop) for model in models]
+    assert kinds == [NoLayerDrop, float]
+    assert (
+        models[0].config.to_json_string()
+        == OPTForCausalLM(OPTConfig(**sizes, **few, layerdrop=0.0)).config.to_json_string()
+    )
+    model, tokens = models[0].train(), torch.randint(64, (2, 16))
+    expected = model(input_ids=tokens, labels=tokens).loss
+    compiled: Any = torch.compile(model, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(input_ids=tokens, labels=tokens).loss, expected)
