@@ -204,6 +204,7 @@ def test_a_poor_choice_is_improved(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = solve(layers(4), 350)
     assert plan.variants
     assert plan.time_us == best.time_us
+    assert not solve(layers(4), 350, options=SolverOptions(improved=False)).variants
 
 
 def one_wide_layer(count: int) -> Problem:

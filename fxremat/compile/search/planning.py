@@ -72,15 +72,22 @@ class Planning:
         plan = self.solve(problem, aim)
         return plan.peak_bytes <= aim and not plan.repeats() and not plan.moves
 
-    def solve(self, problem: Problem, budget: int | None, solver: str | None = None) -> Plan:
-        """The plan of a solver, by default of the one asked for.
+    def solve(
+        self,
+        problem: Problem,
+        budget: int | None,
+        solver: str | None = None,
+        *,
+        improved: bool = True,
+    ) -> Plan:
+        """The plan of a solver, by default of the one asked for; its choice of variants ``improved``.
 
         Raises `SolverRefused` where it cannot take the problem, and `VerificationFailed` where
         the plan is not what it claims to be. A plan that takes variants is not checked: its
         schedule belongs to the problem that is left, which is made anew from the graph.
         """
         policy = self.request.policy
-        options = SolverOptions(time_limit_s=policy.solver_time_limit)
+        options = SolverOptions(time_limit_s=policy.solver_time_limit, improved=improved)
         question = PlanQuestion(problem, budget, solver or policy.solver, options)
         if question not in self.answers:
             self.answers[question] = self._answer(question)

@@ -2,8 +2,8 @@
 
 The MILP of `fxremat.planner.variants.choice_milp` chooses. What is left is planned, its highest
 stages become program points of the MILP, and so on, as for a problem without variants. The best of
-these choices is improved by one variant more or less at a time. Of all choices tried, with the one
-that takes no variant, the best goes to the named solver.
+these choices is improved by one variant more or less at a time, if that is asked for. Of all
+choices tried, with the one that takes no variant, the best goes to the named solver.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def solve(
     The plan's steps are those of `take(problem, plan.variants)`, and so is what it proves.
     """
     deadline = Deadline(options.time_limit_s)
-    search = _VariantSearch(problem, budget_bytes, quick, deadline)
+    search = _VariantSearch(problem, budget_bytes, quick, deadline, options.improved)
     found = sorted(search.tried(), key=lambda one: one.rank(budget_bytes))
     near = _best_few(found, budget_bytes)
     if search.lowest is not None and search.lowest not in near:
@@ -99,6 +99,7 @@ class _VariantSearch:
     budget: int | None
     quick: Quick
     deadline: Deadline
+    improved: bool
     tried_choices: dict[Names, TriedChoice] = field(default_factory=dict)
     lowest: TriedChoice | None = None
     """Where nothing fits: the newest choice, mostly that of the MILP with the most points.
@@ -122,7 +123,8 @@ class _VariantSearch:
             self._try_chosen(combined, None)
             self.lowest = list(self.tried_choices.values())[-1]
         self._try(self._fastest(combined))
-        self._improve(combined)
+        if self.improved:
+            self._improve(combined)
         return list(self.tried_choices.values())
 
     def _improve(self, combined: AllVariants) -> None:
