@@ -39,7 +39,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm(x)
-        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+        added: Tensor = self.down(F.silu(self.gate(y)) * self.up(y))
+        return x + added
 
 
 class Blocks(nn.Module):
