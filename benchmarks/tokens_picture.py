@@ -22,7 +22,7 @@ LABELS = {
     "plain": "torch.compile",
     "ckpt": "checkpoint each block",
     "sac": "checkpoint, matmuls saved",
-    "knob": "torch's knob at ",
+    "knob": "activation_memory_budget ",
 }
 AXES = ("reserved at most, GiB", "tokens a second, thousands")
 
