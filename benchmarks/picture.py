@@ -112,14 +112,17 @@ def _labels(places: dict[Point, Place], fronts: list[list[Place]]) -> list[str]:
     return parts
 
 
-def panel(title: str, points: list[Point]) -> str:
+AXES = ("measured peak, MiB", "step time relative to torch.compile")
+
+
+def panel(title: str, points: list[Point], axes: tuple[str, str] = AXES) -> str:
     """One model: axes, fronts, markers and labels."""
     across = make_axis([p.peak for p in points], LEFT, WIDTH - RIGHT, zero=True)
     up = make_axis([p.time for p in points], HEIGHT - BOTTOM, TOP)
     places = {point: (across(point.peak), up(point.time)) for point in points}
     fronts = {kind: _front(places, kind) for kind in ("knob", "fxremat")}
     lines = [draw_polyline(front, COLOURS[kind]) for kind, front in fronts.items()]
-    captions = draw_captions(title, "measured peak, MiB", "step time relative to torch.compile")
+    captions = draw_captions(title, *axes)
     labels = _labels(places, list(fronts.values()))
     markers = [_marker(x, y, point) for point, (x, y) in places.items()]
     return "\n".join([*captions, *draw_grid(across, up), *lines, *labels, *markers])

@@ -1,7 +1,9 @@
-"""The README's table of figures, made from what ``python -m benchmarks --out`` has written.
+"""The table of small steps, made from what ``python -m benchmarks --out`` has written.
 
 python -m benchmarks.readme_table results.json                    prints it
-python -m benchmarks.readme_table results.json --into README.md   puts it there, between the marks
+python -m benchmarks.readme_table results.json --into docs/benchmarks.md
+
+The second puts it there, between the marks.
 """
 
 import argparse

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import inspect
 import json
@@ -12,11 +13,11 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
+from torch import nn
 
 import fxremat
-from benchmarks import readme_table
-from fxremat import errors
-from fxremat.options import options_table
+from benchmarks import guide, readme_table, tokens_picture
 from fxremat.passes.variants.table import RULES
 from fxremat.planner import SOLVERS
 
@@ -25,7 +26,12 @@ README = ROOT / "README.md"
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
 CHANGES = ROOT / "CHANGELOG.md"  # it also names what is gone
 PAGES = [README, ROOT / "CONTRIBUTING.md", CHANGES, *DOCS]
-BLOCK = re.compile(r"^(<!-- run -->\n)?```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+GUIDE = [README, *sorted((ROOT / "docs/guide").rglob("*.md"))]
+FIGURES = ROOT / "docs/benchmarks.md"
+PICTURE = ROOT / "benchmarks/results/tokens_h200"
+RUN, AS_IN, RECIPE = "run", "as in ", "recipe"
+BLOCK = re.compile(r"^(?:<!-- (\S[^\n]*) -->\n)?```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+SHOWN = re.compile(r"^(?:<!-- (\S[^\n]*) -->\n)?```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 CODE = re.compile(r"`([^`\n]+)`")
@@ -67,13 +73,27 @@ def paths_in(text: str) -> Iterator[str]:
 
 
 def test_the_readme_is_short() -> None:
-    assert len(text_of(README).splitlines()) <= 180
+    assert len(text_of(README).splitlines()) <= 150
 
 
-def test_limits_and_commands_are_on_the_first_screen() -> None:
-    screen = " ".join(text_of(README).splitlines()[:35])
-    for needed in ("Limits first", "pip install", "make demo", "make test", "torch.compile("):
-        assert needed in screen
+def test_the_readme_has_everything_in_its_order() -> None:
+    """What it is, a figure, a picture, how to install and use it, and where it does not hold."""
+    text = text_of(README)
+    needed = [
+        "number of bytes", "On an H200", "![", "pip install", "make demo", "make test",
+        "torch.compile(", "train_within(", "InfeasibleBudget:", "device.absent(",
+        "activation_memory_budget", "## I use", "## Limits",
+    ]  # fmt: skip
+    places = [text.find(each) for each in needed]
+    assert -1 not in places
+    assert places == sorted(places)
+    assert text[: text.index("## Plain PyTorch")].count("\n") <= 35  # the first screen
+
+
+def test_six_limits_each_with_a_link() -> None:
+    limits = text_of(README).split("## Limits\n")[1].split("\n## ")[0].split("\n* ")[1:]
+    assert len(limits) == 6
+    assert all(LINK.search(limit) for limit in limits)
 
 
 def test_the_glossary_is_short() -> None:
@@ -123,28 +143,98 @@ def test_code_compiles(page: Path) -> None:
         compile(code, name_of(page), "exec")
 
 
-WITH_CODE_TO_RUN = ["adding_a_pass.md", "adding_a_variant.md"]
+def to_run(page: Path) -> list[str]:
+    """The blocks of a page that are marked to be run."""
+    return [code for mark, code in BLOCK.findall(text_of(page)) if mark == RUN]
 
 
-@pytest.mark.parametrize("page", WITH_CODE_TO_RUN)
-def test_code_runs(page: str) -> None:
-    """The blocks of a page that are marked run one after the other, in one namespace."""
-    marked = [code for mark, code in BLOCK.findall(text_of(ROOT / "docs" / page)) if mark]
-    assert marked
-    module = ModuleType(Path(page).stem)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, module.__name__, module)  # dataclasses look for theirs there
-        for code in marked:
-            exec(compile(code, page, "exec"), module.__dict__)
+def given() -> dict[str, object]:
+    """What blocks may use without making it: a small model that returns its loss, and a batch."""
+    model = Regression()
+    return {
+        "torch": torch,
+        "fxremat": fxremat,
+        "model": model,
+        "inputs": torch.randn(16, 8),
+        "targets": torch.randn(16, 8),
+        "optimizer": torch.optim.AdamW(model.parameters()),
+    }
 
 
-def test_only_these_pages_have_code_to_run() -> None:
-    marked = {page.name for page in PAGES if any(mark for mark, _ in BLOCK.findall(text_of(page)))}
-    assert marked == set(WITH_CODE_TO_RUN)
+class Regression(nn.Module):
+    """A model that returns its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
+
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return nn.functional.mse_loss(self.layers(inputs), targets)
 
 
-def test_the_table_of_options_is_that_of_the_code() -> None:
-    assert options_table() in text_of(README)
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.parametrize("page", [page for page in PAGES if to_run(page)], ids=name_of)
+def test_code_runs(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The blocks of a page that are marked run one after the other, in one namespace.
+
+    Each of the guide's begins with a model that was not compiled yet.
+    """
+    module = ModuleType(page.stem)
+    monkeypatch.setitem(sys.modules, module.__name__, module)  # dataclasses look for theirs there
+    monkeypatch.chdir(tmp_path)
+    for code in to_run(page):
+        module.__dict__.update(given() if page in GUIDE else {})
+        exec(compile(code, name_of(page), "exec"), module.__dict__)
+
+
+def test_these_pages_have_code_to_run() -> None:
+    assert {page.name for page in PAGES if to_run(page)} >= {
+        "README.md", "install.md", "pytorch.md", "adding_a_pass.md", "adding_a_variant.md",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("page", GUIDE, ids=name_of)
+def test_every_block_of_the_guide_runs_or_says_where_it_does(page: Path) -> None:
+    """Or that it is a recipe; then the text around it says that nobody has run it."""
+    for mark, language, code in SHOWN.findall(text_of(page)):
+        if mark == RECIPE:
+            assert re.search(r"not run\b", text_of(page))
+            continue
+        assert language == "python", code
+        assert mark == RUN or mark.startswith(AS_IN), code
+        if mark != RUN:
+            files = [ROOT / name for name in mark.removeprefix(AS_IN).split(", ")]
+            there = "".join(map(text_of, files))
+            assert {
+                name for name in names_called(code) if not re.search(rf"\b{name}\b", there)
+            } == set()
+
+
+def names_called(code: str) -> set[str]:
+    """The functions, methods and keywords of all calls in a block."""
+    calls = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)]
+    functions = [ast.unparse(call.func).rpartition(".")[2] for call in calls]
+    return {*functions, *(key.arg for call in calls for key in call.keywords if key.arg)} - BUILT_IN
+
+
+BUILT_IN = {"print", "super"}
+
+
+@pytest.mark.parametrize("name", guide.PAGES)
+def test_pages_made_from_code_are_up_to_date(name: str) -> None:
+    assert text_of(guide.FOLDER / name) == guide.PAGES[name](), "python -m benchmarks.guide"
+
+
+def test_the_guide_has_every_option_and_every_error() -> None:
+    options = {row.name for row in fxremat.list_options()}
+    assert (
+        set(re.findall(r"^\| `(\w+)` \|", text_of(guide.FOLDER / "options.md"), re.MULTILINE))
+        == options
+    )
+    kinds = {name for name in fxremat.__all__ if isinstance(getattr(fxremat, name), type)}
+    titles = re.findall(r"^## (\w+)$", text_of(guide.FOLDER / "errors.md"), re.MULTILINE)
+    assert {*titles} == kinds - {"FxrematError"}
+    assert len(titles) == len({*titles})
 
 
 @every_page
@@ -176,15 +266,6 @@ def test_every_public_function_is_described() -> None:
     assert {name for name in functions if f"fxremat.{name}(" not in everything} == set()
 
 
-def test_every_error_is_in_the_readme() -> None:
-    there = {
-        name
-        for name, value in vars(errors).items()
-        if isinstance(value, type) and issubclass(value, errors.FxrematError)
-    } - {"FxrematError", "UnknownOption"}  # the base, and one that is an InvalidOption
-    assert set(re.findall(r"^\| `(\w+)` \| [^|]+ \|$", text_of(README), re.MULTILINE)) == there
-
-
 def test_every_rule_has_its_row_of_the_right_kind() -> None:
     """Exact rules stand in the first table, lossy ones in the second."""
     text = text_of(ROOT / "docs/variants.md")
@@ -207,14 +288,41 @@ def test_pages_on_algorithms_begin_with_their_invariants() -> None:
         assert re.findall(r"^## (.+)$", text_of(page), re.MULTILINE)[0] == "Invariants", page
 
 
-def figures_of_the_readme() -> str:
-    return text_of(README).split(readme_table.BEGIN + "\n")[1].split(readme_table.END)[0]
+def test_the_table_of_small_steps_is_that_of_its_file() -> None:
+    text = text_of(FIGURES).split(readme_table.BEGIN + "\n")[1].split(readme_table.END)[0]
+    (source,) = LINK.findall(text)
+    assert text == readme_table.table(json.loads((FIGURES.parent / source).read_text()), source)
 
 
-def test_figures_of_the_readme_are_those_of_its_file() -> None:
-    """Until they are taken the place says so."""
-    figures = figures_of_the_readme()
-    if figures == readme_table.NOT_TAKEN:
-        return
-    (source,) = LINK.findall(figures)
-    assert figures == readme_table.table(json.loads((ROOT / source).read_text()), source)
+def test_the_picture_of_the_readme_is_that_of_its_figures() -> None:
+    figures, picture = (PICTURE.with_suffix(ending) for ending in (".json", ".svg"))
+    assert text_of(picture) == tokens_picture.draw(json.loads(text_of(figures)))
+    links = LINK.findall(text_of(README))
+    assert {str(path.relative_to(ROOT)) for path in (figures, picture)} <= {*links}
+    head = json.loads(text_of(figures))["head"]
+    for needed in (head["gpu"], "torch 2.11", "27 November 2026"):
+        assert needed in text_of(README)
+
+
+def test_the_first_figure_of_the_readme_is_in_the_picture() -> None:
+    """fxremat's smallest peak of the first model, plain, and checkpoints of every block."""
+    model, *_ = json.loads(text_of(PICTURE.with_suffix(".json")))["models"]
+    points = tokens_picture.points_of(model)
+    plain = next(point for point in points if point.kind == "compile")
+    each = next(point for point in points if point.name == tokens_picture.LABELS["ckpt"])
+    least = min((point for point in points if point.kind == "fxremat"), key=lambda p: p.peak)
+    first = " ".join(text_of(README).split("![")[0].split())
+    assert (
+        f"in {least.peak:.1f} GiB instead of {plain.peak:.1f}, at {least.time / plain.time:.0%} of"
+    ).replace("%", " %") in first
+    assert f"took {each.peak:.1f} GiB, at {each.time / plain.time:.0%}".replace("%", " %") in first
+
+
+def test_runs_over_their_budget_are_not_in_the_picture() -> None:
+    over, within, free = (
+        {"way": "fx:plain=0.5", "budget_mib": budget, "reserved_mib": reserved, "ms": [2.0, 1.0]}
+        for budget, reserved in ((1024, 1025), (1024, 1024), (None, 1025))
+    )
+    assert [tokens_picture.is_within(each) for each in (over, within, free)] == [False, True, True]
+    (point,) = tokens_picture.points_of({"tokens": 10, "rows": [over, within]})
+    assert (point.name, point.peak, point.time) == ("fxremat within 1.0 GiB", 1.0, 10.0)

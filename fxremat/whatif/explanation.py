@@ -152,7 +152,7 @@ class Explanation:
         write_snapshot(path, self.graphs)
 
     def save_page(self, path: str | Path, front: Front | None = None) -> None:
-        """Write the step as a page: one HTML file that needs no network (`docs/looking_inside.md`).
+        """Write the step as a page: one HTML file, offline (`docs/guide/looking_inside.md`).
 
         It shows the memory of each graph over the step, and every value in it. ``front`` is drawn
         beside it, as `pareto` finds it.
