@@ -27,7 +27,7 @@ class SolverOptions:
     ``time_limit_s`` is None by default: then the plan depends on problem and seed alone.
     ``gap`` is a part of the time of store-all: the solver `moments` does not work on a plan so
     near to its bound; after some rounds, nor on one that is twice as far.
-    Where a problem has variants, the best choice found is ``improved`` by one more or less at a time.
+    Where there are variants, the best choice found is ``improved`` by one more or less at a time.
     ``start`` are the steps of a plan to begin with. ``progress`` is called now and then.
     """
 

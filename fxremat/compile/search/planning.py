@@ -80,7 +80,9 @@ class Planning:
         *,
         improved: bool = True,
     ) -> Plan:
-        """The plan of a solver, by default of the one asked for; its choice of variants ``improved``.
+        """The plan of a solver, by default of the one asked for.
+
+        A choice of variants is ``improved`` one by one.
 
         Raises `SolverRefused` where it cannot take the problem, and `VerificationFailed` where
         the plan is not what it claims to be. A plan that takes variants is not checked: its
