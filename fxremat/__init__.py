@@ -28,6 +28,7 @@ from fxremat.errors import (
     SolverRefused,
     UnknownDevice,
     UnknownOption,
+    UnsupportedDevice,
     VerificationFailed,
 )
 from fxremat.version import __version__
@@ -63,6 +64,7 @@ __all__ = [
     "SolverRefused",
     "UnknownDevice",
     "UnknownOption",
+    "UnsupportedDevice",
     "VerificationFailed",
     "__version__",
     "accumulate_in_backward",

@@ -40,7 +40,7 @@ from fxremat.compile.driver import total_bytes
 from fxremat.compile.ranks import agreed
 from fxremat.compile.request import device_of_inputs
 from fxremat.cost.cards import absent_card
-from fxremat.errors import InfeasibleBudget, forget_frames
+from fxremat.errors import InfeasibleBudget, UnsupportedDevice, forget_frames
 from fxremat.memory.enforced import enforced
 from fxremat.memory.storages import storages_of
 from fxremat.options import disabled, parse_options
@@ -67,8 +67,8 @@ def fxremat(
 ) -> Callable[..., Any]:
     """Compile one graph for a byte budget; the entry point that torch.compile finds by name.
 
-    Raises `InvalidOption` or `InfeasibleBudget`; through torch.compile they arrive as
-    ``BackendCompilerFailed.inner_exception``. What fails of ours is left out (`fxremat.faults`).
+    Raises `InvalidOption`, `UnsupportedDevice` or `InfeasibleBudget`; through torch.compile they
+    arrive as ``BackendCompilerFailed.inner_exception``. What fails of ours is left out (`fxremat.faults`).
     For a card that is not here the graph is planned, and runs without memory as its inputs do.
     """
     if absent_card() is not None:
@@ -76,11 +76,14 @@ def fxremat(
         planned, report = plan_only(gm, example_inputs, options or {})
         session.STATE.reports += [] if report is None else [report]
         return planned
-    total = total_bytes(device_of_inputs(example_inputs))
+    device = device_of_inputs(example_inputs)
+    total = total_bytes(device)
     parsed = parse_options(options, device_total_bytes=total)
     if disabled():
         patches = inductor_patches(mode, parsed.inductor_options())
         return compile_with_inductor(gm, example_inputs, patches)
+    if parsed.memory_budget is not None and device.type not in ("cpu", "cuda"):
+        raise UnsupportedDevice(str(device))
     goes_on, gm = more_follow(gm), inline_regions(gm)
     ranks = ranks_together(gm, example_inputs)
     graph = Graph(gm, copy_module(gm), example_inputs, parsed, mode, ranks, goes_on)

@@ -372,6 +372,21 @@ class UnknownDevice(FxrematError, ValueError):
         return f"there is no device {self.name!r}{hint} (devices: {', '.join(self.known)})"
 
 
+@dataclass(eq=False, repr=False)
+class UnsupportedDevice(FxrematError, NotImplementedError):
+    """A budget was asked for on a ``device`` whose memory fxremat does not count."""
+
+    device: str
+
+    def __str__(self) -> str:
+        return (
+            f"a memory budget was asked for, and the model is on {self.device!r}: fxremat counts the "
+            "memory of CUDA devices and of the CPU alone\n"
+            "What to do: compile it there without backend='fxremat'; FXREMAT_DISABLE=1 does so "
+            "without a change of the code"
+        )
+
+
 class NeedsTriton(FxrematError, ImportError):
     """Triton, which generates code for a GPU that is not here, is not installed."""
 

@@ -248,3 +248,13 @@ def test_nested_regions_are_planned_with_all_that_runs() -> None:
     model(x).backward()
     for gradient, parameter in zip(gradients, model.parameters(), strict=True):
         torch.testing.assert_close(gradient, parameter.grad)
+
+
+def test_a_budget_on_another_device_is_an_error_that_names_it() -> None:
+    """Without a budget nothing is promised there, and nothing refused."""
+    x = torch.ones(3, device="meta")
+    with pytest.raises(BackendCompilerFailed) as caught:
+        compiled(lambda x: x * 2, memory_budget="1GiB")(x)
+    assert isinstance(caught.value.inner_exception, fxremat.UnsupportedDevice)
+    assert caught.value.inner_exception.device == "meta"
+    assert compiled(lambda x: x * 2)(x).shape == x.shape
