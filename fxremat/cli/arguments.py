@@ -38,16 +38,6 @@ class Budget:
         return int(store_all_peak(problem) * self.percent / 100)
 
 
-def add_function(parser: Any) -> None:
-    """Add the function that makes a model and its inputs."""
-    parser.add_argument(
-        "function",
-        metavar="MODULE:FUNCTION",
-        help="returns (model, inputs): a tuple of inputs or one tensor; the loss is the "
-        "result, its `loss`, or the sum of its tensors",
-    )
-
-
 def store_all_peak(problem: Problem) -> int:
     """The peak of running every op once, in base order."""
     return replay(problem, store_all(problem)).peak_bytes
@@ -81,6 +71,13 @@ def read_solver(text: str) -> str:
     close = nearest(text, names)
     hint = f"did you mean {close!r}? " if close else ""
     raise argparse.ArgumentTypeError(f"unknown solver {text!r}; {hint}there are {', '.join(names)}")
+
+
+def read_count(text: str) -> int:
+    """A whole number above zero."""
+    if not (text.isdecimal() and int(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
 
 
 def read_seconds(text: str) -> float:
