@@ -1,4 +1,4 @@
-"""``python -m fxremat``: the planner and the tracer on the command line."""
+"""``python -m fxremat``: the program ``fxremat``, where no script is installed."""
 
 from __future__ import annotations
 

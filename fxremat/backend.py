@@ -68,7 +68,8 @@ def fxremat(
     """Compile one graph for a byte budget; the entry point that torch.compile finds by name.
 
     Raises `InvalidOption`, `UnsupportedDevice` or `InfeasibleBudget`; through torch.compile they
-    arrive as ``BackendCompilerFailed.inner_exception``. What fails of ours is left out (`fxremat.faults`).
+    arrive as ``BackendCompilerFailed.inner_exception``. What fails of ours is left out
+    (`fxremat.faults`).
     For a card that is not here the graph is planned, and runs without memory as its inputs do.
     """
     if absent_card() is not None:

@@ -380,8 +380,8 @@ class UnsupportedDevice(FxrematError, NotImplementedError):
 
     def __str__(self) -> str:
         return (
-            f"a memory budget was asked for, and the model is on {self.device!r}: fxremat counts the "
-            "memory of CUDA devices and of the CPU alone\n"
+            f"a memory budget was asked for, and the model is on {self.device!r}: fxremat counts "
+            "the memory of CUDA devices and of the CPU alone\n"
             "What to do: compile it there without backend='fxremat'; FXREMAT_DISABLE=1 does so "
             "without a change of the code"
         )

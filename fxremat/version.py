@@ -29,7 +29,7 @@ def build() -> str:
     root = Path(__file__).parent
     place = hashlib.sha256(str(root).encode()).hexdigest()[:16]
     known = f"sources-{place}-{sys.implementation.cache_tag}.json"
-    return f"{__version__}+{digest(root, _cache_folder() / known)[:16]}"
+    return f"{__version__}+{digest(root, cache_folder() / known)[:16]}"
 
 
 def digest(root: Path, known: Path) -> str:
@@ -77,7 +77,8 @@ def _syntax_digest(content: bytes) -> str:
     return hashlib.sha256(ast.dump(tree).encode()).hexdigest()
 
 
-def _cache_folder() -> Path:
+def cache_folder() -> Path:
+    """Where digests of the sources are kept."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "fxremat"
 
 

@@ -280,6 +280,13 @@ REFUSED: dict[str, list[str]] = {
     "host memory alone": ["solve", "problem.json", "--budget", "80%", "--host-memory", "1GiB"],
     "no function": ["trace", "models", "--out", "x"],
     "no module": ["trace", "no_such_module:f", "--out", "x"],
+    "a config of nothing": ["explain", "empty", "--device", "cpu"],
+    "no config": ["fit", "plan.json", "--device", "cpu"],
+    "no device": ["fit", "models:small", "--vary", "batch=0:0"],
+    "no step": ["page", "page.html"],
+    "no report": ["page", "page.html", "plan.json"],
+    "batch of nothing": ["explain", "models:small", "--device", "cpu", "--batch", "0"],
+    "batch of a function": ["explain", "models:small", "--device", "cpu", "--batch", "2"],
 }
 
 
@@ -293,6 +300,7 @@ def test_refused_in_one_line(
     monkeypatch.setattr("fxremat.cli.arguments.SOLVERS", planner.SOLVERS)
     Path("text.json").write_text("no JSON")
     Path("bytes.json").write_bytes(b"\xff\xff")
+    Path("empty").mkdir()
     Path("plan.json").write_text('{"format": "plan"}')
     data: Any = problem_to_json(phased_chain(8))
     data["ops"][3]["time_us"] = "long"

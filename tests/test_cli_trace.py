@@ -125,10 +125,17 @@ def test_trace_refuses(
     assert not out.exists()
 
 
-def test_a_module_that_fails_to_import_says_why(models: str, tmp_path: Path) -> None:
+def test_a_module_that_fails_to_import_says_why(
+    models: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In one line, as all errors are; the traceback is there for whoever asks."""
     (tmp_path / "cli_failing.py").write_text("import no_such_thing_at_all")
+    assert main(["trace", "cli_failing:f", "--out", "x"]) == 2
+    error = capsys.readouterr().err
+    assert "ModuleNotFoundError: No module named 'no_such_thing_at_all'" in error
+    assert error.count("\n") == 1
     with pytest.raises(ModuleNotFoundError, match="no_such_thing_at_all"):
-        main(["trace", "cli_failing:f", "--out", "x"])
+        main(["--traceback", "trace", "cli_failing:f", "--out", "x"])
 
 
 # --- the whole way -------------------------------------------------------------------------

@@ -20,8 +20,8 @@ from fxremat.errors import (
     RankMissing,
     SolverRefused,
     UnknownDevice,
-    UnsupportedDevice,
     UnknownOption,
+    UnsupportedDevice,
     VerificationFailed,
     nearest,
 )

@@ -184,17 +184,42 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -
     (tmp_path / "small_model.py").write_text(SMALL_MODEL, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "small_model", raising=False)
-    out = tmp_path / "fit.json"
     asked = ["fit", "small_model:make", "--device", "A100", "--vary", "rows=0:0"]
     asked += ["--budget", "128MiB"]
     picture = tmp_path / "fit.svg"
-    assert main([*asked, "--json", str(out), "--picture", str(picture)]) == 0
+    assert main([*asked, "--picture", str(picture)]) == 0
     assert ElementTree.parse(picture).getroot().tag.endswith("svg")
     text = capsys.readouterr().out
+    assert text.startswith("fits: planned ")
     assert "fxremat" in text
     assert "torch.compile" in text
-    rows = json.loads(out.read_text())["rows"]
-    assert {row["way"] for row in rows} >= {"torch.compile", "fxremat"}
+
+
+def test_command_with_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """On the CPU; a step that does not fit still says what is the least, and what plain takes."""
+    monkeypatch.setenv("FXREMAT_VARIANTS", "none")
+    monkeypatch.setenv("FXREMAT_SOLVER", "greedy")
+    (tmp_path / "small_model.py").write_text(SMALL_MODEL, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "small_model", raising=False)
+    asked = ["fit", "small_model:make", "--device", "cpu", "--vary", "rows=0:0", "--json"]
+
+    def figures(budget: int, status: int) -> Any:
+        assert main([*asked, "--budget", f"{budget}B"]) == status
+        return json.loads(capsys.readouterr().out)
+
+    fits = figures(2**20, 0)
+    assert fits["fits"]
+    assert fits["least_bytes"] <= fits["planned_bytes"] <= 2**20
+    assert fits["least_bytes"] <= fits["plain_bytes"]
+    assert fits["step_ms"] > 0
+    assert fits["largest_rows"] >= 16
+    assert {row["way"] for row in fits["rows"]} >= {"torch.compile", "fxremat"}
+    refused = figures(fits["least_bytes"] - 1, 1)
+    assert not refused["fits"]
+    assert refused["planned_bytes"] is refused["step_ms"] is None
+    assert refused["least_bytes"] == fits["least_bytes"]
+    assert refused["plain_bytes"] == fits["plain_bytes"]
 
 
 @pytest.mark.parametrize(

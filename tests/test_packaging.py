@@ -81,6 +81,13 @@ def test_the_entry_point_resolves() -> None:
     assert callable(entry.load())
 
 
+def test_the_script_is_the_module() -> None:
+    """The console script calls what ``python -m fxremat`` calls."""
+    module, _, name = settings()["project"]["scripts"]["fxremat"].partition(":")
+    main = importlib.import_module("fxremat.__main__").main
+    assert getattr(importlib.import_module(module), name) is main
+
+
 def test_dynamo_lists_the_backend() -> None:
     installed_entry_points()
     import torch._dynamo

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fxremat.core.constants import CALL_US
@@ -17,6 +18,16 @@ from fxremat.sizes import parse_bytes
 
 Commands = Any
 """What ``add_subparsers`` returns; its type has no public name."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """``model(*inputs)``; ``sizes`` are what may vary: of each, inputs and their dimensions."""
+
+    name: str
+    model: Callable[..., Any]
+    inputs: tuple[Any, ...]
+    sizes: Mapping[str, Sequence[tuple[int, int]]] = field(default_factory=dict)
 
 
 class UsageError(Exception):
@@ -36,16 +47,6 @@ class Budget:
             assert self.bytes is not None
             return self.bytes
         return int(store_all_peak(problem) * self.percent / 100)
-
-
-def add_function(parser: Any) -> None:
-    """Add the function that makes a model and its inputs."""
-    parser.add_argument(
-        "function",
-        metavar="MODULE:FUNCTION",
-        help="returns (model, inputs): a tuple of inputs or one tensor; the loss is the "
-        "result, its `loss`, or the sum of its tensors",
-    )
 
 
 def store_all_peak(problem: Problem) -> int:
@@ -81,6 +82,13 @@ def read_solver(text: str) -> str:
     close = nearest(text, names)
     hint = f"did you mean {close!r}? " if close else ""
     raise argparse.ArgumentTypeError(f"unknown solver {text!r}; {hint}there are {', '.join(names)}")
+
+
+def read_count(text: str) -> int:
+    """A whole number above zero."""
+    if not (text.isdecimal() and int(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
 
 
 def read_seconds(text: str) -> float:

@@ -1,98 +1,134 @@
-"""``fit``: the largest batch, or the longest sequence, that trains on a card within a budget.
+"""``fit``: whether a step fits a card, and the largest batch or the longest sequence that does.
 
-The named function makes the model and its inputs, on tensors that have sizes but no memory. The
-card does not have to be in this machine.
+The card does not have to be in this machine, and no byte of the model is in memory.
 """
 
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict
-from typing import TYPE_CHECKING
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
 
 from fxremat.cli import files
-from fxremat.cli.arguments import Commands, UsageError, add_function
-from fxremat.cli.trace import find_function, model_and_inputs
-from fxremat.errors import FxrematError
+from fxremat.cli.arguments import Commands, Step, UsageError
+from fxremat.cli.step import add_plan, add_step, explained, planned_for, step_of
+from fxremat.errors import InfeasibleBudget
 from fxremat.sizes import format_bytes
 
 if TYPE_CHECKING:
     from fxremat.whatif.fit import Fit
 
-Vary = tuple[str, tuple[tuple[int, int], ...]]
+Places = Sequence[tuple[int, int]]
+AN_EXAMPLE = "write a name and pairs of an input and a dimension, as 'batch=0:0,1:0'"
+
+
+@dataclass(frozen=True)
+class AsGiven:
+    """The step of the sizes that were given: the least it can take, and its plan if that fits."""
+
+    least_bytes: int | None
+    planned_bytes: int | None = None
+    step_us: float | None = None
 
 
 def add(commands: Commands) -> None:
-    parser = commands.add_parser("fit", help="the largest batch or sequence that trains on a card")
-    add_function(parser)
-    parser.add_argument("--device", metavar="NAME", required=True, help="a card, such as H100")
-    parser.add_argument(
-        "--budget", metavar="SIZE", help="bytes at most, such as 60GiB; by default the whole card"
+    parser = commands.add_parser(
+        "fit", help="whether a step fits a card, and the largest that does"
     )
+    add_step(parser)
+    add_plan(parser)
     parser.add_argument(
         "--vary",
-        metavar="NAME=INPUT:DIMENSION,...",
+        metavar="NAME[=INPUT:DIMENSION,...]",
         action="append",
         type=read_vary,
-        required=True,
-        help="a size, and the dimensions of the inputs that have it: batch=0:0,1:0",
-    )
-    parser.add_argument(
-        "--optimizer",
-        metavar="NAME",
-        default="none",
-        help="the optimizer whose states are held, such as adamw",
+        help="a size, and the dimensions of the inputs that have it: batch=0:0,1:0; of a config "
+        "batch, as by default, or length",
     )
     parser.add_argument(
         "--whole",
         action="store_true",
         help="plan all blocks of the model instead of extrapolating from a few",
     )
-    parser.add_argument("--json", metavar="FIT.json", help="write the figures here")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     parser.add_argument("--picture", metavar="FIT.svg", help="draw peak and throughput here")
     parser.set_defaults(run=run)
 
 
-def read_vary(text: str) -> Vary:
-    """``batch=0:0,1:0``: a name, and pairs of an input and a dimension."""
+def read_vary(text: str) -> tuple[str, Places]:
+    """``batch=0:0,1:0``: a name, and pairs of an input and a dimension; or the name alone."""
     name, _, places = text.partition("=")
-    try:
-        pairs = [tuple(map(int, place.split(":"))) for place in places.split(",")]
-        found = tuple((argument, dimension) for argument, dimension in pairs)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(
-            f"{text!r}: write a name and pairs of an input and a dimension, as 'batch=0:0,1:0'"
-        ) from error
     if not name:
         raise argparse.ArgumentTypeError(f"{text!r} has no name; write 'batch={places}'")
-    return name, found
+    if name == text:
+        return name, ()
+    try:
+        pairs = [tuple(map(int, place.split(":"))) for place in places.split(",")]
+        return name, tuple((argument, dimension) for argument, dimension in pairs)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: {AN_EXAMPLE}") from error
 
 
 def run(given: argparse.Namespace) -> int:
     """Trace, plan, print, write."""
-    from fxremat.whatif.device import absent
-    from fxremat.whatif.fit import fit
+    from fxremat.whatif.fit import fit, optimizer_us
 
-    make = find_function(given.function)
-    try:
-        with absent(given.device):
-            model, inputs = model_and_inputs(given.function, make())
-            found = fit(
-                model,
-                inputs,
-                vary=dict(given.vary),
-                memory_budget=given.budget,
-                optimizer=given.optimizer,
-                whole=given.whole,
-            )
-    except FxrematError as error:
-        raise UsageError(str(error)) from error
-    print(table(found))
-    if given.json is not None:
-        files.write_json(given.json, asdict(found))
+    with planned_for(given.device):
+        step = step_of(given.step, given)
+        found = fit(
+            step.model,
+            step.inputs,
+            vary=_vary(step, given.vary),
+            memory_budget=given.budget,
+            optimizer=given.optimizer,
+            whole=given.whole,
+        )
+        planned = _as_given(step, given, optimizer_us(found.optimizer))
+    if given.json:
+        print(json.dumps(_figures(step, found, planned)))
+    else:
+        print(_line_as_given(found, planned), table(found), sep="\n")
     if given.picture is not None:
         files.write_text(given.picture, found.picture())
-    return 0 if any(row.size for row in found.rows) else 1
+    return 1 if planned.planned_bytes is None else 0
+
+
+def _vary(step: Step, asked: Sequence[tuple[str, Places]] | None) -> dict[str, Places]:
+    """What varies, with its places; of a config they are known."""
+    names = asked or [(name, ()) for name in step.sizes][:1]
+    if not names:
+        raise UsageError(f"--vary says which dimensions of the inputs may vary: {AN_EXAMPLE}")
+    for name, places in names:
+        if not places and name not in step.sizes:
+            known = f", or {' or '.join(step.sizes)}" if step.sizes else ""
+            raise UsageError(f"--vary {name!r}: {AN_EXAMPLE}{known}")
+    return {name: places or step.sizes[name] for name, places in names}
+
+
+def _as_given(step: Step, given: argparse.Namespace, optimizer_us: float) -> AsGiven:
+    """Plan the step as it is."""
+    try:
+        plan = explained(step, given)
+    except InfeasibleBudget as refused:
+        return AsGiven(refused.minimum_bytes)
+    peak = max(graph.counted_peak_bytes for graph in plan.graphs)
+    step_us = sum(graph.plan.time_us for graph in plan.graphs) + optimizer_us
+    least = plan.minimum_peak_bytes
+    return AsGiven(least, max(peak, least), step_us)  # graphs may take less than the optimizer
+
+
+def _figures(step: Step, found: Fit, planned: AsGiven) -> dict[str, Any]:
+    return {
+        "step": step.name,
+        "fits": planned.planned_bytes is not None,
+        "least_bytes": planned.least_bytes,
+        "planned_bytes": planned.planned_bytes,
+        "step_ms": None if planned.step_us is None else planned.step_us / 1e3,
+        **{f"largest_{row.what}": row.size for row in found.rows if row.way == "fxremat"},
+        **asdict(found),
+    }
 
 
 def table(found: Fit) -> str:
@@ -131,3 +167,14 @@ def table(found: Fit) -> str:
             f"Peaks and times are extrapolated from steps with {few} of {found.blocks} blocks."
         )
     return "\n".join(lines)
+
+
+def _line_as_given(found: Fit, planned: AsGiven) -> str:
+    plain, least = format_bytes(found.plain_bytes), "not known"
+    if planned.least_bytes is not None:
+        least = format_bytes(planned.least_bytes)
+    others = f"least {least}, torch.compile {plain}"
+    if planned.planned_bytes is None or planned.step_us is None:
+        return f"does not fit into {format_bytes(found.budget_bytes)}: {others}"
+    took = f"{format_bytes(planned.planned_bytes)}, {planned.step_us / 1e3:,.1f} ms a step"
+    return f"fits: planned {took}; {others}"

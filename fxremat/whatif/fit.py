@@ -20,7 +20,7 @@ from torch import fx, nn
 from fxremat.compat.absent.tracing import apart_from_tracing
 from fxremat.compat.dynamo import checkpointed_regions, mark_dynamic
 from fxremat.compat.partitioning import torch_partition
-from fxremat.compat.tensors import fake_tensors, on_host_without_memory
+from fxremat.compat.tensors import fake_mode_of, fake_tensors, on_host_without_memory
 from fxremat.compile import session
 from fxremat.compile.draft import Draft
 from fxremat.compile.driver import generating, patches_for, total_bytes, traced
@@ -51,7 +51,8 @@ class Fit:
     """What fits: ``rows`` are the largest sizes, ``points`` all that were looked at and fit.
 
     ``held_bytes`` are the optimizer's states and what no graph sees; ``tuning_bytes`` are left to
-    the first step, in which kernels are tuned. ``blocks`` are what the model repeats; where
+    the first step, in which kernels are tuned. ``plain_bytes`` is the peak of torch's own compile
+    at the sizes that were given, with what is held. ``blocks`` are what the model repeats; where
     ``studied_blocks`` are fewer, peaks and times are those of steps with so many, continued.
     """
 
@@ -61,6 +62,7 @@ class Fit:
     optimizer: Held
     held_bytes: int
     tuning_bytes: int
+    plain_bytes: int
     traced: Sizes
     blocks: int
     studied_blocks: tuple[int, ...]
@@ -128,6 +130,13 @@ def fit(
 _HOST = torch.device("cpu")
 
 
+def optimizer_us(held: Held) -> float:
+    """Microseconds of the optimizer's step: it reads and writes all it holds."""
+    card = absent_card()
+    spec: DeviceSpec = card.spec if card is not None else device_spec(_HOST)
+    return 1e6 * 2 * (held.states + held.step) / spec.bytes_per_s
+
+
 def _tensors_for(device: str | None) -> AbstractContextManager[Any]:
     """Tensors without memory, for a card or for the CPU; for a card they may be there already."""
     if device is not None:
@@ -157,13 +166,15 @@ class _Fitting:
             request = steps["torch.compile"][0].costs.request
             assert request.budget.own is not None
             budget = request.budget.own
+            stepping = _when_stepping(weights, held)
+            plain_bytes = self._plain_bytes(line, steps["torch.compile"])
             found = [
                 point
                 for what in self.vary
                 for points in self._looked_at(line, steps, sizes, what, budget, weights_bytes)
                 for point in points
             ]
-        after_us = self._after_us(held)
+        after_us = optimizer_us(held)
         points = [
             replace(one, time_us=one.time_us + after_us) if one.size else one for one in found
         ]
@@ -175,12 +186,22 @@ class _Fitting:
             held,
             request.budget.held,
             request.budget.autotune,
+            max(plain_bytes + request.budget.held, stepping),
             sizes,
             line.whole,
             line.studied,
             tuple(largest.values()),
             tuple(one for one in points if one.size),
         )
+
+    def _plain_bytes(self, line: Line, steps: Sequence[SymbolicStep]) -> int:
+        """The peak of torch's own compile at the sizes that were given, by a dry run."""
+        given = {
+            what: self.inputs[argument].shape[dimension]
+            for what, [(argument, dimension), *_] in self.vary.items()
+        }
+        what = next(iter(given))
+        return TorchSteps(line, steps, given, what).peak_bytes(given[what])
 
     def _looked_at(
         self, line: Line, steps: Mapping[Way, Sequence[SymbolicStep]], sizes: Sizes, what: str,
@@ -233,12 +254,6 @@ class _Fitting:
             steps.setdefault("torch.compile", []).append(step)
         return steps
 
-    def _after_us(self, held: Held) -> float:
-        """Microseconds of the optimizer's step: it reads and writes all it holds."""
-        card = absent_card()
-        spec: DeviceSpec = card.spec if card is not None else device_spec(_HOST)
-        return 1e6 * 2 * (held.states + held.step) / spec.bytes_per_s
-
     def _trace(self, inputs: tuple[Any, ...], sizes: Sizes, held: Held) -> tuple[SymbolicStep, int]:
         """The step with its sizes as symbols, and how many regions of it are checkpointed.
 
@@ -260,7 +275,8 @@ class _Fitting:
                 static = tuple(kwargs.pop("static_lifetime_input_indices", None) or ())
 
                 def as_torch_does(one: fx.GraphModule) -> Any:
-                    return torch_partition(one, joint_inputs, **kwargs)
+                    with fake_mode_of(one.graph):  # random states of checkpointed ops are made
+                        return torch_partition(one, joint_inputs, **kwargs)
 
                 draft = Draft(module, kwargs["num_fwd_outputs"], static, as_torch_does)
                 there = partial(generating, module, patches)
@@ -281,6 +297,13 @@ class _Fitting:
                 name, self.model, there, backend
             )
             return traced_step
+
+
+def _when_stepping(weights: Sequence[torch.Tensor], held: Held) -> int:
+    """Bytes that are live when the optimizer steps, all that graphs compute being gone."""
+    trained = [weight for weight in weights if weight.requires_grad]
+    both = sum(weight.numel() * weight.dtype.itemsize for weight in (*weights, *trained))
+    return both + held.states + held.step
 
 
 def _resized(
