@@ -170,7 +170,9 @@ def table(found: Fit) -> str:
 
 
 def _line_as_given(found: Fit, planned: AsGiven) -> str:
-    plain, least = format_bytes(found.plain_bytes), "not known"
+    plain, least = "not known", "not known"
+    if found.plain_bytes is not None:
+        plain = format_bytes(found.plain_bytes)
     if planned.least_bytes is not None:
         least = format_bytes(planned.least_bytes)
     others = f"least {least}, torch.compile {plain}"

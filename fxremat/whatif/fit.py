@@ -52,7 +52,8 @@ class Fit:
 
     ``held_bytes`` are the optimizer's states and what no graph sees; ``tuning_bytes`` are left to
     the first step, in which kernels are tuned. ``plain_bytes`` is the peak of torch's own compile
-    at the sizes that were given, with what is held. ``blocks`` are what the model repeats; where
+    at the sizes that were given, with what is held; None where it was not looked for: nothing
+    varies, or the weights alone exceed the budget. ``blocks`` are what the model repeats; where
     ``studied_blocks`` are fewer, peaks and times are those of steps with so many, continued.
     """
 
@@ -62,7 +63,7 @@ class Fit:
     optimizer: Held
     held_bytes: int
     tuning_bytes: int
-    plain_bytes: int
+    plain_bytes: int | None
     traced: Sizes
     blocks: int
     studied_blocks: tuple[int, ...]
@@ -166,8 +167,11 @@ class _Fitting:
             request = steps["torch.compile"][0].costs.request
             assert request.budget.own is not None
             budget = request.budget.own
-            stepping = _when_stepping(weights, held)
-            plain_bytes = self._plain_bytes(line, steps["torch.compile"])
+            plain_bytes = None
+            if self.vary and weights_bytes <= budget:
+                plain_bytes = self._plain_bytes(line, steps["torch.compile"])
+                plain_bytes += request.budget.held
+                plain_bytes = max(plain_bytes, _when_stepping(weights, held))
             found = [
                 point
                 for what in self.vary
@@ -186,7 +190,7 @@ class _Fitting:
             held,
             request.budget.held,
             request.budget.autotune,
-            max(plain_bytes + request.budget.held, stepping),
+            plain_bytes,
             sizes,
             line.whole,
             line.studied,
