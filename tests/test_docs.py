@@ -8,6 +8,7 @@ import inspect
 import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -326,3 +327,32 @@ def test_runs_over_their_budget_are_not_in_the_picture() -> None:
     assert [tokens_picture.is_within(each) for each in (over, within, free)] == [False, True, True]
     (point,) = tokens_picture.points_of({"tokens": 10, "rows": [over, within]})
     assert (point.name, point.peak, point.time) == ("fxremat within 1.0 GiB", 1.0, 10.0)
+
+
+def test_what_the_readme_says_of_architectures() -> None:
+    """Its figures are those of the rows."""
+    rows = json.loads(text_of(ROOT / "benchmarks/results/architectures.json"))["rows"]
+    of_name = {row["name"]: row for row in rows}
+    count = Counter(row["status"] for row in rows)
+    limits = " ".join(text_of(README).split("## Limits\n")[1].split())
+
+    def slower(way: str) -> list[float]:
+        done = [row for row in rows if row.get(way)]
+        return [row[way]["first_seconds"] / row["plain"]["first_seconds"] for row in done]
+
+    resnet, lstm = of_name["resnet"], of_name["lstm"]
+    over = max(resnet["at_least"]["peaks"]) / resnet["least"] - 1
+    least = lstm["least"] / max(lstm["plain"]["peaks"])
+    kinds = (of_name[name]["status"] for name in ("whisper", "resnet", "lstm", "mixtral"))
+    assert list(kinds) == ["over", "over", "refused", "failed"]
+    for said in (
+        f"**{len(rows)} architectures**", f"{count['ok']} keep both",
+        f"a ResNet the least by {100 * over:.2f} %", f"an LSTM needs {100 * least:.0f} %",
+        f"by up to {100 * resnet['gradient_error']:.1f} %",
+        f"took {min(slower('at_budget')):.1f} to {max(slower('at_budget')):.1f} times",
+        f"up to {max(slower('at_least')):.1f} times at the least",
+    ):  # fmt: skip
+        assert said in limits
+    others = (row.get("gradient_error") or 0.0 for row in rows if row is not resnet)
+    assert "the others' by less than 0.01 %" in limits
+    assert max(others) < 1e-4

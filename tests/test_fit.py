@@ -178,13 +178,19 @@ def make():
 """
 
 
-def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+@pytest.fixture
+def command_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A function that makes a model, in a module that can be imported."""
     monkeypatch.setenv("FXREMAT_VARIANTS", "none")
     monkeypatch.setenv("FXREMAT_SOLVER", "greedy")
     (tmp_path / "small_model.py").write_text(SMALL_MODEL, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "small_model", raising=False)
-    asked = ["fit", "small_model:make", "--device", "A100", "--vary", "rows=0:0"]
+    return "small_model:make"
+
+
+def test_command(tmp_path: Path, command_model: str, capsys: Any) -> None:
+    asked = ["fit", command_model, "--device", "A100", "--vary", "rows=0:0"]
     asked += ["--budget", "128MiB"]
     picture = tmp_path / "fit.svg"
     assert main([*asked, "--picture", str(picture)]) == 0
@@ -195,14 +201,9 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -
     assert "torch.compile" in text
 
 
-def test_command_with_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_command_with_figures(command_model: str, capsys: Any) -> None:
     """On the CPU; a step that does not fit still says what is the least, and what plain takes."""
-    monkeypatch.setenv("FXREMAT_VARIANTS", "none")
-    monkeypatch.setenv("FXREMAT_SOLVER", "greedy")
-    (tmp_path / "small_model.py").write_text(SMALL_MODEL, encoding="utf-8")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "small_model", raising=False)
-    asked = ["fit", "small_model:make", "--device", "cpu", "--vary", "rows=0:0", "--json"]
+    asked = ["fit", command_model, "--device", "cpu", "--vary", "rows=0:0", "--json"]
 
     def figures(budget: int, status: int) -> Any:
         assert main([*asked, "--budget", f"{budget}B"]) == status
@@ -234,12 +235,9 @@ def test_command_with_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     ],
 )
 def test_mistakes_are_told(
-    change: list[str], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    change: list[str], expected: str, command_model: str, capsys: Any
 ) -> None:
-    (tmp_path / "small_model.py").write_text(SMALL_MODEL, encoding="utf-8")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "small_model", raising=False)
-    asked = ["fit", "small_model:make", "--device", "A100", "--vary", "rows=0:0", *change]
+    asked = ["fit", command_model, "--device", "A100", "--vary", "rows=0:0", *change]
     assert main(asked) == 2
     assert expected in capsys.readouterr().err
 

@@ -67,6 +67,8 @@ def step_of_config(text: str, wanted: Wanted) -> Step:
     """The step of the config that lies there, or is cached by that name."""
     import torch
 
+    from fxremat.training.whole_graphs import keep_graphs_whole
+
     transformers, config = _config(text)
     auto_class = wanted.auto_class or _auto_class(text, config)
     if auto_class not in KINDS:
@@ -88,7 +90,7 @@ def step_of_config(text: str, wanted: Wanted) -> Step:
         model = _told(text, lambda: getattr(transformers, auto_class).from_config(config, **more))
     model.to_empty(device="cpu").train()
     model.tie_weights()  # what was one weight is one again
-    _leave_out_logs()
+    keep_graphs_whole([model], importlib.import_module("transformers.utils.logging"))
     weights = next(model.parameters()).dtype
     of_labels = shape if kind.label_of == "token" else shape[:1]
     inputs = (
@@ -184,14 +186,6 @@ def _is_one_number(config: Any) -> bool:
     is_number = getattr(config, "num_labels", 2) == 1
     config.problem_type = "regression" if is_number else "single_label_classification"
     return is_number
-
-
-def _leave_out_logs() -> None:
-    """Messages that models log once would end graphs."""
-    from fxremat.compat.dynamo import leave_out_logs
-
-    log: Any = importlib.import_module("transformers.utils.logging")
-    leave_out_logs([log.warning_once, log.info_once])
 
 
 def _by_position(model: Any, names: tuple[str, ...]) -> Any:

@@ -72,7 +72,7 @@ def support() -> dict[str, str]:
     lacks_triton = "triton" not in versions()
     planned = "pip install 'fxremat[absent]'" if lacks_triton else "yes, by --device NAME"
     kinds: dict[str, tuple[str, Callable[[], bool]]] = {
-        "ROCm": (no, lambda: torch.version.hip is not None),
+        "ROCm": ("not tried", lambda: torch.version.hip is not None),
         "XPU": (no, torch.xpu.is_available),
         "MPS": (no, torch.backends.mps.is_available),
         "Windows": ("not supported; Linux is", lambda: sys.platform == "win32"),

@@ -15,12 +15,12 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from transformers import Trainer, TrainerCallback
 from transformers.utils import logging as transformers_logging
 
-from fxremat.compat.dynamo import compile_in_training, leave_out_logs
+from fxremat.compat.dynamo import compile_in_training
 from fxremat.compile.driver import total_bytes
 from fxremat.logged_metrics import metrics
 from fxremat.memory.allocator.rules import MIN_BLOCK_BYTES
@@ -28,6 +28,7 @@ from fxremat.memory.measured_peak import held_bytes
 from fxremat.options import parse_options
 from fxremat.training.accumulate import accumulate_in_backward
 from fxremat.training.loss_only import loss_only
+from fxremat.training.whole_graphs import keep_graphs_whole
 
 log = logging.getLogger(__name__)
 
@@ -81,23 +82,7 @@ def keep_whole(*models: nn.Module) -> None:
     no longer compare it with a number that they have drawn. For models that are compiled without
     `train_within`; to be called before they first run.
     """
-    leave_out_logs([transformers_logging.warning_once, transformers_logging.info_once])
-    modules = {each for model in models for each in model.modules()}
-    several: list[Any] = [*modules, *(getattr(each, "config", None) for each in modules)]
-    for one in several:
-        if isinstance(drop := getattr(one, "layerdrop", None), int | float) and drop == 0:
-            one.layerdrop = NoLayerDrop()
-
-
-class NoLayerDrop(float):
-    """0, of which it is known that no probability is below it, whatever number was drawn.
-
-    In training these models draw a number for each layer and leave it out where that is less than
-    ``layerdrop``. Dynamo ends a graph where the value of a tensor decides; here none does.
-    """
-
-    def __gt__(self, drawn: object) -> bool:
-        return False if isinstance(drawn, Tensor) else super().__gt__(drawn)  # type: ignore[operator]
+    keep_graphs_whole(models, transformers_logging)
 
 
 class _TrainWithin(TrainerCallback):  # type: ignore[misc]

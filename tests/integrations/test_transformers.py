@@ -118,7 +118,8 @@ def test_a_layer_drop_of_0_ends_no_graph() -> None:
     """And one that is not 0 is left as it is."""
     from transformers import OPTConfig, OPTForCausalLM
 
-    from fxremat.integrations.transformers import NoLayerDrop, keep_whole
+    from fxremat.integrations.transformers import keep_whole
+    from fxremat.training.whole_graphs import NoLayerDrop
 
     sizes: Any = {"hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 64}
     few: Any = {"num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64, "dropout": 0.0}
