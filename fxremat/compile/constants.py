@@ -17,10 +17,6 @@ the size of the whole to as much (tests/test_fit_blocks.py)."""
 NEAR_PEAK = 0.75
 """Of the aim: where a plan takes as much, its order is held. Elsewhere Inductor's own order may
 take a third more than planned, and costs no time."""
-OUT_OF_REACH = 1.1
-"""Times the aim, or the least that is planned: a plan above it is not tried, since its dry run
-would have to take a tenth less than planned. Other plans of low peak aim at so many times the
-least, and at the square of it: the local search decides by the bytes it is given."""
 DRY_RUNS = 24
 """How many candidates are evaluated under the aim, and again for the least peak, of one graph and
 of a step of several. An attempt under the aim has a third of them: the least peak of a small ResNet

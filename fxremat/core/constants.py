@@ -151,6 +151,11 @@ The step times of docs/benchmarks.md differ by more than that from run to run. O
 CPU as much (at least 1 MiB) may be exceeded: Python and the C library allocate beside tensors.
 """
 
+OUT_OF_REACH = 1.1
+"""Times the aim, or the least that is planned: a plan above it is not tried, since its dry run
+would have to take a tenth less than planned. Other plans of low peak aim at so many times the
+least, and at the square of it: the local search decides by the bytes it is given."""
+
 # --- memory of graphs ----------------------------------------------------------------------
 
 PARTS_OUTSIDE = (0.0, 0.02, 0.15, 0.3)

@@ -48,6 +48,7 @@ class PlanQuestion:
             "seed": options.seed,
             "time_limit_s": options.time_limit_s,
             "gap": options.gap,
+            "improved": options.improved,
             "start": None if options.start is None else list(options.start),
             "highspy": _highspy_version(),
         }

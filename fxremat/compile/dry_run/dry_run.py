@@ -136,12 +136,10 @@ class DryRun:
         )
 
     def hand_over(self) -> None:
-        """Have the code compiled as it is; its kernels from now on, beside what Python does."""
+        """Have the code compiled as it is, where it came with kernels."""
         if self.code is None:
             return
         for half in (self.code.forward_code, self.code.backward_code):
-            if not self.code.begun:
-                begin_kernels(half)
             if half.lowered is not None:
                 torch_hand_over(half.lowered)
 
@@ -150,8 +148,7 @@ class DryRun:
 class GeneratedStep:
     """The code of a training step; it can run at several sizes (`compat.sizes.sizes_at`).
 
-    ``saved`` are the forward's results that the backward reads, by their names. ``begun`` says that
-    kernels are being compiled.
+    ``saved`` are the forward's results that the backward reads, by their names.
     """
 
     forward: fx.GraphModule
@@ -160,7 +157,6 @@ class GeneratedStep:
     saved: dict[str, int]
     forward_code: Generated
     backward_code: Generated
-    begun: bool = False
 
     @uncollected()
     def dry_run(self, device: str, workspace: Workspace) -> DryRun:
@@ -179,18 +175,16 @@ def generate_step(
     *,
     num_fwd_outputs: int,
     with_kernels: bool = False,
-    begin: bool = False,
 ) -> GeneratedStep:
     """The code of both graphs of a training step.
 
-    Only code that comes ``with_kernels`` can be handed over; it takes longer. ``begin`` to compile
-    them at once where the code will most likely be taken: the forward's while the backward's code
-    is generated.
+    Only code that comes ``with_kernels`` can be handed over; it takes longer. They begin to be
+    compiled at once: the forward's while the backward's code is generated.
     """
     first = generate(
         forward, is_backward=False, seen_outputs=num_fwd_outputs, with_kernels=with_kernels
     )
-    if begin:
+    if with_kernels:
         begin_kernels(first)
     results = forward.graph.output_node().args[0]
     assert isinstance(results, (tuple, list))
@@ -201,9 +195,9 @@ def generate_step(
     }
     strides = {name: s for name, i in saved.items() if (s := first.strides[i]) is not None}
     second = generate(backward, is_backward=True, input_strides=strides, with_kernels=with_kernels)
-    if begin:
+    if with_kernels:
         begin_kernels(second)
-    return GeneratedStep(forward, backward, num_fwd_outputs, saved, first, second, begin)
+    return GeneratedStep(forward, backward, num_fwd_outputs, saved, first, second)
 
 
 @uncollected()  # a fifth of the time; what the code drops needs no collector

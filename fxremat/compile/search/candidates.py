@@ -256,7 +256,7 @@ class Evaluator:
         shown = None
         if request.compiled and request.budget.target is not None:
             likely = candidate.plan.peak_bytes <= request.budget.target
-            shown = self._dry_run(draft, begin=likely and not self.plan_only)
+            shown = self._dry_run(draft, with_kernels=likely and not self.plan_only)
         peak, taken = _counted(candidate.plan, shown, request)
         made = self.seen[candidate.key] = Evaluation(candidate, draft, peak, shown, taken)
         log.debug(
@@ -272,10 +272,10 @@ class Evaluator:
         planned = PlannedSteps(candidate.plan.steps, candidate.held)
         return self.runner.run("apply", APPLY, replace(candidate.draft, planned=planned))
 
-    def _dry_run(self, draft: Draft, *, begin: bool) -> DryRun | None:
+    def _dry_run(self, draft: Draft, *, with_kernels: bool) -> DryRun | None:
         """The real peak; None, with a warning, for code that does not run without data.
 
-        Kernels ``begin`` to be compiled where the candidate may well be taken.
+        Code that may well be taken comes ``with_kernels``, and they begin to be compiled.
         """
         costs = self.runner.costs
         with self.runner.times.stage("dry run"):
@@ -286,8 +286,7 @@ class Evaluator:
                     device=costs.device.type,
                     workspace=costs.workspaces.blocks_of_call,
                     directory=Path(cache_directory()) / "fxremat" / "dry_runs",
-                    with_kernels=not self.plan_only,
-                    begin=begin,
+                    with_kernels=with_kernels,
                     card=costs.request.device.card,
                 )
                 return shown.with_between(costs.request.budget.between)

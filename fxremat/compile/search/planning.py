@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fxremat.compat.configuration import cache_directory, caches_disabled
-from fxremat.compile.constants import OUT_OF_REACH
 from fxremat.compile.request import Request
 from fxremat.compile.stage_times import StageTimes
 from fxremat.core.check import check
+from fxremat.core.constants import OUT_OF_REACH
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
 from fxremat.core.schedule import store_all

@@ -12,11 +12,11 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from fxremat.compile.constants import CLOSE_ENOUGH, OUT_OF_REACH
+from fxremat.compile.constants import CLOSE_ENOUGH
 from fxremat.compile.draft import Draft
 from fxremat.compile.search.candidates import Candidate, Corrections, Evaluation
 from fxremat.compile.search.planning import LOCAL_SEARCH, Planning
-from fxremat.core.constants import MEASURABLE, ROUNDS
+from fxremat.core.constants import MEASURABLE, OUT_OF_REACH, ROUNDS
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Op, Problem
 from fxremat.core.schedule import Step

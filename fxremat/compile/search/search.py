@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from fxremat.compile.constants import CLOSE_ENOUGH, DRY_RUNS, OUT_OF_REACH
+from fxremat.compile.constants import CLOSE_ENOUGH, DRY_RUNS
 from fxremat.compile.draft import Draft
 from fxremat.compile.pipeline import AS_TORCH, DONATE
 from fxremat.compile.search.candidates import Candidate, Evaluation, Evaluator
@@ -42,7 +42,7 @@ from fxremat.compile.search.proposals import (
     plan_of_torch,
 )
 from fxremat.compile.search.variant_sets import GraphInVariants, VariantSet
-from fxremat.core.constants import MEASURABLE
+from fxremat.core.constants import MEASURABLE, OUT_OF_REACH
 from fxremat.core.plan import plan_to_json
 from fxremat.core.problem import Problem
 from fxremat.errors import VerificationFailed

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from fxremat.core.constants import ROUNDS
+from fxremat.core.constants import OUT_OF_REACH, ROUNDS
 from fxremat.core.plan import Plan
 from fxremat.core.problem import InvalidProblem, Op, Problem
 from fxremat.core.timeline import replay
@@ -123,7 +123,7 @@ class _VariantSearch:
             self._try_chosen(combined, None)
             self.lowest = list(self.tried_choices.values())[-1]
         self._try(self._fastest(combined))
-        if self.improved:
+        if self.improved and not self._is_out_of_reach():
             self._improve(combined)
         return list(self.tried_choices.values())
 
@@ -149,7 +149,7 @@ class _VariantSearch:
                 if names in self.tried_choices or in_vain[kind] >= 2:
                     continue
                 left -= ops / constants.TRIED_OPS
-                self._try(names, None if self._over(best.names) else best.plan)
+                self._try(names, best.plan)
                 if self._leader() is best:
                     in_vain[kind] += 1
                 else:
@@ -209,6 +209,10 @@ class _VariantSearch:
             if fits and in_vain >= patience:
                 break
         return found
+
+    def _is_out_of_reach(self) -> bool:
+        """Whether one variant more or less will not bring the best choice under the budget."""
+        return bool(self.budget) and self._leader().plan.peak_bytes > OUT_OF_REACH * self.budget
 
     def _best(self) -> tuple[float, float]:
         return self._leader().rank(self.budget)
