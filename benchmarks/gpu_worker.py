@@ -19,18 +19,10 @@ from .allocator_snapshot import compare
 from .loops.graphs import checkpointed
 from .loops.rows import made, model_named
 from .loops.steps import STEPS, fused
+from .models import MATMULS_AND_ATTENTION
 from .training import infeasible_budget
 from .worker import serve
 
-MATMULS_AND_ATTENTION: list[Any] = [
-    torch.ops.aten.mm.default,
-    torch.ops.aten.addmm.default,
-    torch.ops.aten.bmm.default,
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-]
-"""What the checkpoint saves that computes all else again."""
 KNOB = 0.5
 """Torch's own option, at the part that its documentation has as an example."""
 

@@ -8,11 +8,12 @@ a GPU), and `gpu` (bf16, for one GPU of 80 GB or more).
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from .nets.language import BERT, GPT, LSTM, EncoderDecoder, Llama
 from .nets.layers import Network
@@ -273,6 +274,25 @@ MODELS: dict[str, dict[str, Config]] = {
     "gpt50k": {
         "exact": _config(GPT, 8, layers=4, width=256, heads=4, length=256, vocabulary=50257),
     },
+    "gpt12": {
+        "exact": _config(GPT, 8, layers=12, width=256, heads=4, length=256, vocabulary=1000),
+    },
+    "llama8": {
+        "exact": _config(
+            Llama,
+            8,
+            layers=8,
+            width=256,
+            heads=8,
+            kv_heads=4,
+            hidden=768,
+            length=256,
+            vocabulary=1000,
+        ),
+    },
+    "bert6": {
+        "exact": _config(BERT, 8, layers=6, width=256, heads=4, length=256, vocabulary=1000),
+    },
     "gpt6": {
         "exact": _config(GPT, 8, layers=6, width=256, heads=4, length=256, vocabulary=1000),
     },
@@ -306,19 +326,34 @@ def uses_random_ops(model: nn.Module) -> bool:
     return any(isinstance(module, nn.Dropout) for module in model.modules())
 
 
-class Checkpointed(nn.Module):
-    """A block that keeps only its inputs and runs again in the backward."""
+MATMULS_AND_ATTENTION: list[Any] = [
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+]
+"""What a selective checkpoint saves; it computes all else again."""
 
-    def __init__(self, block: nn.Module) -> None:
+
+class Checkpointed(nn.Module):
+    """A block that keeps its inputs, or what is selected, and runs again in the backward."""
+
+    def __init__(self, block: nn.Module, *, selective: bool = False) -> None:
         super().__init__()
-        self.block = block
+        self.block, self.more = block, {}
+        if selective:
+            contexts = partial(create_selective_checkpoint_contexts, MATMULS_AND_ATTENTION)
+            self.more = {"context_fn": contexts}
 
     def forward(self, *args: Tensor) -> Tensor:
-        return cast(Tensor, checkpoint(self.block, *args, use_reentrant=False))
+        return cast(Tensor, checkpoint(self.block, *args, use_reentrant=False, **self.more))
 
 
-def with_checkpoint(model: Network) -> Network:
+def with_checkpoint(model: Network, *, selective: bool = False) -> Network:
     """`model` itself, every one of its `checkpoint_blocks` wrapped in torch's checkpoint."""
     for parent, name in model.checkpoint_blocks():
-        setattr(parent, name, Checkpointed(getattr(parent, name)))
+        setattr(parent, name, Checkpointed(getattr(parent, name), selective=selective))
     return model

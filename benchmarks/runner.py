@@ -62,7 +62,7 @@ class Process:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", module, json.dumps(settings)],
                 cwd=ROOT,
-                env=_environment(cache),
+                env=environment(cache),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
@@ -105,7 +105,7 @@ class WorkerProcess(Process):
         super().__init__("benchmarks.worker", settings, cache, log)
 
 
-def _environment(cache: Path | None) -> dict[str, str]:
+def environment(cache: Path | None) -> dict[str, str]:
     """With a cache folder of its own, a worker compiles everything itself.
 
     All keep the memory that they have freed. Otherwise glibc gives it back or not, by what happened

@@ -1,186 +1,149 @@
-"""Seconds: planned against measured, at what peak, and what compiling takes.
+"""Seconds: how long until steps are steady, and until a budget that cannot be met is refused?
 
-    python -m benchmarks.seconds --models gpt6,llama,resnet --rounds 9 --out results/seconds.json
+    python -m benchmarks.seconds --models gpt12,resnet --json results/seconds.json
 
-For every model: `torch.compile`; torch's own knob at all its values; fxremat at parts of
-`torch.compile`'s peak, with and without operator variants, and at the knob's lowest peak. A
-planned time is relative to store-all's, a measured one to `torch.compile`'s in the same round.
-Compiling is timed with empty caches ("cold") and again in a new process ("warm").
+For every model, in processes of their own and in turn: plain `torch.compile`, fxremat at a part of
+plain's peak, and fxremat under an impossible budget. First with empty caches ("cold"), then plain
+and fxremat again in new processes with what those have left behind ("warm"). Seconds are those of
+the first five steps together, less five steady ones. Ratios are to plain's in the same round and
+with caches in the same state, a refusal's to plain's cold seconds.
+
+Models of other libraries need what the extra `architectures` installs. Rows are written as they
+end, and a model that the file has is not measured again.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import subprocess
+import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from math import exp, log
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
-from fxremat.report.pictures import (
-    BOTTOM,
-    HEIGHT,
-    LEFT,
-    RIGHT,
-    TOP,
-    WIDTH,
-    draw_captions,
-    draw_grid,
-    draw_line,
-    draw_text,
-    make_axis,
-    svg,
-)
+from .first_steps import FIRST, MODELS
+from .machine import describe_machine
+from .rows import format_table
+from .runner import ROOT, environment
 
-from .machine import describe_machine, live_workers
-from .models import MODELS, SIZES
-from .rows import Row, format_table
-from .runner import Case, Runner, Timing
-from .ways import FXREMAT_FRACTIONS, VARIANTS, Variant
-
-PARTS = tuple(f"{fraction:.0%}" for fraction in FXREMAT_FRACTIONS)
-HEAD = ["model", "way", "peak", "obeyed", "planned", "measured", "best", "points", "cold", "warm"]
+HEAD = ["model", "plain s", "cold s", "cold", "plain s", "warm s", "warm", "refused s", "refused"]
 
 
-@dataclass(frozen=True)
-class Figures:
-    """One way to run one model; ratios are to `torch.compile`'s, ``planned`` is to store-all's."""
+@dataclass
+class Seconds:
+    """What one model took, by round; ``budget`` and peaks in bytes.
+
+    ``error`` is the first thing that went wrong; what was measured before it is kept.
+    """
 
     model: str
-    way: str
-    kind: str
-    peak: float | None
-    obeyed: bool | None
-    planned: float | None
-    measured: float | None
-    best: float | None
-    cold: float | None
-    warm: float | None
-    stages: Mapping[str, float]
-    error: str | None
+    budget: int | None = None
+    peak: int | None = None
+    least: int | None = None
+    plain_cold: list[float] = field(default_factory=list)
+    cold: list[float] = field(default_factory=list)
+    plain_warm: list[float] = field(default_factory=list)
+    warm: list[float] = field(default_factory=list)
+    refused: list[float] = field(default_factory=list)
+    error: str | None = None
 
-    @property
-    def points(self) -> float | None:
-        """By how many points of a hundred the measured time is above the planned one."""
-        if self.planned is None or self.measured is None:
-            return None
-        return 100 * (self.measured - self.planned)
+    def ratio(self, ours: str) -> float | None:
+        """Of ``cold``, ``warm`` or ``refused`` to plain's, the median over rounds."""
+        plain = self.plain_warm if ours == "warm" else self.plain_cold
+        pairs = list(zip(getattr(self, ours), plain, strict=False))
+        return median(mine / theirs for mine, theirs in pairs) if pairs else None
 
 
-class SecondsRunner(Runner):
-    """Compares ways, and compiles each a second time with the caches of the first."""
-
-    def figures(self, variants: list[Variant]) -> list[Figures]:
-        """Of all ways; compile's among them."""
-        rows = self.compare(variants)
-        base = self.rows["compile"]
-        return [_figures(self.case.model, row, base, self._warm_seconds(row)) for row in rows]
-
-    def _warm_seconds(self, row: Row) -> float | None:
-        if row.peak_bytes is None or self.timing.warm_caches:
-            return None
-        with self.start(VARIANTS[row.variant]) as worker:
-            answer = worker.ask("prepare", budget=row.budget_bytes)
-        seconds: float | None = answer.get("compile_seconds")
-        return seconds
+def until_steady(answer: Mapping[str, Any]) -> float:
+    """Seconds of the first steps beyond as many steady ones."""
+    steps: list[float] = answer["steps"]
+    return sum(steps[:FIRST]) - FIRST * median(steps[FIRST:])
 
 
-def _figures(model: str, row: Row, base: Row, warm: float | None) -> Figures:
-    def part(mine: float | None, of: float | None) -> float | None:
-        return mine / of if mine is not None and of else None
+class Failed(Exception):
+    """A process ended without an answer."""
 
-    best = min(map(min, row.step_seconds)) if row.step_seconds else None
-    return Figures(
-        model=model,
-        way=row.variant,
-        kind=row.kind,
-        peak=part(row.peak_bytes, base.peak_bytes),
-        obeyed=row.obeyed,
-        planned=row.planned_ratio,
-        measured=row.time_ratio,
-        best=part(best, min(map(min, base.step_seconds)) if base.step_seconds else None),
-        cold=part(row.compile_seconds, base.compile_seconds),
-        warm=part(warm, base.compile_seconds),
-        stages=row.report["seconds"] if row.report else {},
-        error=row.error,
+
+def ask(model: str, way: str, cache: Path, budget: int | None = None) -> dict[str, Any]:
+    """What a process of its own says. Raises `Failed`."""
+    command = [sys.executable, "-m", "benchmarks.first_steps", model, way]
+    command += [] if budget is None else [str(budget)]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment(cache), capture_output=True, text=True, check=False
     )
+    if done.returncode:
+        raise Failed(f"{way}: {' '.join(done.stderr.strip().splitlines()[-1:])}")
+    answer: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    if "error" in answer:
+        raise Failed(f"{way}: {answer['error']}")
+    return answer
 
 
-def ways(parts: Sequence[str], *, knob: bool, bare: bool) -> list[Variant]:
-    """What is compared: parts of the peak, the knob and its lowest peak, and without variants."""
-    names = [f"fxremat{part}" for part in parts]
-    names += [f"plain{part}" for part in parts] if bare else []
-    chosen = [VARIANTS[name] for name in names]
-    if knob:
-        knobs = [variant for variant in VARIANTS.values() if variant.kind == "knob"]
-        chosen = [*knobs, *chosen, VARIANTS["fxremat@knob"]]
-    return chosen
+def measure(model: str, part: float, rounds: int) -> Seconds:
+    """Each way in turn, round by round."""
+    found = Seconds(model)
+    try:
+        for _ in range(rounds):
+            with tempfile.TemporaryDirectory(prefix="fxremat-benchmark-") as folder:
+                _round(found, part, Path(folder))
+    except Failed as failed:
+        found.error = str(failed)
+    return found
 
 
-def table(figures: Iterable[Figures]) -> str:
-    """All figures, one way a line."""
+def _round(found: Seconds, part: float, folder: Path) -> None:
+    model, plain_cache, cache = found.model, folder / "plain", folder / "fxremat"
+    plain = ask(model, "plain", plain_cache)
+    found.plain_cold.append(until_steady(plain))
+    found.budget = found.budget or int(part * plain["peak_bytes"])
+    ours = ask(model, "fxremat", cache, found.budget)
+    found.cold.append(until_steady(ours))
+    found.peak = max(found.peak or 0, ours["peak_bytes"])
+    found.plain_warm.append(until_steady(ask(model, "plain", plain_cache)))
+    found.warm.append(until_steady(ask(model, "fxremat", cache, found.budget)))
+    refused = ask(model, "refused", folder / "refused")
+    found.refused.append(refused["seconds"])
+    found.least = refused["least_bytes"]
 
-    def number(value: float | None, form: str = ".3f") -> str:
+
+def table(rows: Sequence[Seconds]) -> str:
+    """One model a line: seconds, each the median over rounds, and ratios to plain's."""
+
+    def number(value: float | None, form: str) -> str:
         return "" if value is None else format(value, form)
 
-    def line(one: Figures) -> list[str]:
-        obeyed = {None: "", True: "yes", False: "NO"}[one.obeyed]
-        times = map(number, (one.planned, one.measured, one.best))
-        compiling = [number(one.cold, ".2f"), number(one.warm, ".2f")]
-        points = number(one.points, "+.1f")
-        return [one.model, one.way, number(one.peak, ".2f"), obeyed, *times, points, *compiling]
+    def line(row: Seconds) -> list[str]:
+        cells = [row.model]
+        for plain, ours in ((row.plain_cold, "cold"), (row.plain_warm, "warm")):
+            mine = getattr(row, ours)
+            cells += [number(median(x) if x else None, ".1f") for x in (plain, mine)]
+            cells.append(number(row.ratio(ours), ".2f"))
+        refused = median(row.refused) if row.refused else None
+        return [*cells, number(refused, ".1f"), number(row.ratio("refused"), ".2f")]
 
-    return format_table([HEAD, *map(line, figures)])
-
-
-def summary(figures: Sequence[Figures]) -> str:
-    """What the promise comes to: how true seconds are, and what a step and compiling take."""
-    ours = [one for one in figures if one.kind == "fxremat"]
-    off = [abs(one.points) for one in ours if one.points is not None]
-    lines = []
-    if off:
-        worst = f"worst {max(off):.1f}"
-        lines.append(f"planned against measured: median {median(off):.1f} points, {worst}")
-    groups = sorted({one.way for one in ours})
-    for way in groups:
-        times = [one.measured for one in ours if one.way == way and one.measured]
-        cold = [one.cold for one in ours if one.way == way and one.cold]
-        if times:
-            lines.append(
-                f"{way}: step {_mean(times):.3f} (worst {max(times):.3f}), "
-                f"compile {_mean(cold):.2f} (worst {max(cold):.2f}) of torch.compile's"
-            )
-    return "\n".join(lines)
-
-
-def _mean(ratios: Sequence[float]) -> float:
-    """The geometric mean."""
-    return exp(sum(map(log, ratios)) / len(ratios)) if ratios else float("nan")
-
-
-def picture(figures: Sequence[Figures]) -> str:
-    """Planned against measured step time, one mark for each way of fxremat."""
-    marks = [
-        (one, one.planned, one.measured)
-        for one in figures
-        if one.planned is not None and one.measured is not None
+    remarks = [f"  {row.model}: {row.error}" for row in rows if row.error]
+    remarks += [
+        f"  {row.model}: took {row.peak} of {row.budget} bytes"
+        for row in rows
+        if row.peak is not None and row.budget is not None and row.peak > row.budget
     ]
-    values = [value for _, planned, measured in marks for value in (planned, measured)]
-    across = make_axis(values, LEFT, WIDTH - RIGHT)
-    up = make_axis(values, HEIGHT - BOTTOM, TOP)
-    low, high = min(values), max(values)
-    parts = [*draw_grid(across, up), *draw_captions("Step time", "planned", "measured")]
-    parts.append(draw_line("leader", across(low), up(low), across(high), up(high)))
-    for one, planned, measured in marks:
-        x, y = across(planned), up(measured)
-        parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="#0072b2"/>')
-        parts.append(draw_text(x + 6, y + 4, f"{one.model} {one.way}", 'class="label"'))
-    return svg(["\n".join(parts)])
+    return "\n".join([format_table([HEAD, *map(line, rows)]), *remarks])
+
+
+def summary(rows: Sequence[Seconds]) -> str:
+    """Median and worst ratio of each kind."""
+    lines = []
+    for kind in ("cold", "warm", "refused"):
+        ratios = [ratio for row in rows if (ratio := row.ratio(kind)) is not None]
+        if ratios:
+            lines.append(f"{kind}: median {median(ratios):.2f}, worst {max(ratios):.2f} of plain's")
+    return "\n".join(lines)
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -188,61 +151,36 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser = argparse.ArgumentParser("python -m benchmarks.seconds", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
-    add("--models", default="gpt6", help=f"of {', '.join(MODELS)}; or all")
-    add("--size", choices=SIZES, default="small")
-    add("--device", choices=("cpu", "cuda"), default="cpu")
-    add("--dtype", default="float32")
-    add(
-        "--parts",
-        default="80%,50%,33%",
-        help=f"of torch.compile's peak: {', '.join(PARTS)}".replace("%", "%%"),
-    )
-    add("--knob", action="store_true", help="torch's own knob too, and fxremat at its lowest peak")
-    add("--bare", action="store_true", help="also without operator variants")
-    add("--rounds", type=int, default=9, help="rounds of timed steps")
-    add("--steps", type=int, default=1, help="timed steps of each way in a round")
-    add("--threads", type=int, default=torch.get_num_threads())
-    add("--seed", type=int, default=0)
-    add("--warm-caches", action="store_true", help="share Inductor's cache: compiling is not timed")
-    add("--out", type=Path, help="JSON file; a picture is written beside it")
+    add("--models", default=",".join(MODELS), help=f"of {', '.join(MODELS)}")
+    add("--part", type=float, default=0.6, help="of plain's peak: the budget")
+    add("--rounds", type=int, default=1)
+    add("--json", type=Path, help="the file for the rows")
     options = parser.parse_args(arguments)
-    unknown = set(options.parts.split(",")) - set(PARTS)
+    options.models = options.models.split(",")
+    unknown = set(options.models) - set(MODELS)
     if unknown:
-        raise SystemExit(f"unknown parts {sorted(unknown)}; there are {', '.join(PARTS)}")
+        parser.error(f"no {sorted(unknown)}; there are {', '.join(MODELS)}")
     return options
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run, print, and write."""
     options = parse_arguments(arguments)
-    names = list(MODELS) if options.models == "all" else options.models.split(",")
-    unknown = set(names) - set(MODELS)
-    if unknown:
-        raise SystemExit(f"unknown models {sorted(unknown)}; there are {', '.join(MODELS)}")
-    timing = Timing(
-        options.rounds, options.steps, live_workers(options.device), options.warm_caches
-    )
-    chosen = ways(options.parts.split(","), knob=options.knob, bare=options.bare)
-    found: list[Figures] = []
-    for name in names:
-        case = Case(
-            name, options.size, options.device, options.dtype, options.seed, options.threads
-        )
-        with tempfile.TemporaryDirectory(prefix="fxremat-benchmark-") as folder:
-            found += SecondsRunner(case, timing, Path(folder)).figures(chosen)
+    rows: dict[str, Seconds] = {}
+    if options.json and options.json.exists():
+        known = json.loads(options.json.read_text())["rows"]
+        rows = {each["model"]: Seconds(**each) for each in known}
+    for name in options.models:
+        if name in rows and not rows[name].error:
+            continue
+        rows[name] = measure(name, options.part, options.rounds)
+        found = list(rows.values())
         print(f"\n{table(found)}\n\n{summary(found)}", flush=True)
-        if options.out:
-            write(options.out, found, timing, describe_machine(options.device, options.threads))
-
-
-def write(path: Path, found: Sequence[Figures], timing: Timing, machine: Mapping[str, Any]) -> None:
-    """The JSON file, and the picture beside it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figures = [{**asdict(one), "points": one.points} for one in found]
-    data = {"machine": machine, "timing": asdict(timing), "figures": figures}
-    path.write_text(json.dumps(data, indent=1) + "\n")
-    if any(one.points is not None for one in found):
-        path.with_suffix(".svg").write_text(picture(found))
+        if options.json:
+            options.json.parent.mkdir(parents=True, exist_ok=True)
+            machine = describe_machine("cpu", torch.get_num_threads())
+            data = {"machine": machine, "rows": [asdict(row) for row in found]}
+            options.json.write_text(json.dumps(data, indent=1) + "\n")
 
 
 if __name__ == "__main__":

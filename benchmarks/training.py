@@ -177,9 +177,9 @@ def _compiled(variant: Variant, model: nn.Module) -> Callable[..., Any]:
         from fxremat.compat.configuration import functorch_config
 
         functorch_config.activation_memory_budget = variant.value or 0.0
-    if variant.kind == "checkpoint":
+    if variant.kind in ("checkpoint", "selective"):
         assert isinstance(model, Network)
-        model = with_checkpoint(model)
+        model = with_checkpoint(model, selective=variant.kind == "selective")
     return torch.compile(model)
 
 

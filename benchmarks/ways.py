@@ -8,10 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Kind = Literal["eager", "compile", "blocks", "knob", "checkpoint", "fxremat"]
+Kind = Literal["eager", "compile", "blocks", "knob", "checkpoint", "selective", "fxremat"]
 
 KNOB_BUDGETS = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.7)
 FXREMAT_FRACTIONS = (0.9, 0.8, 0.6, 0.5, 0.4, 0.33, 0.1)
+MATCHED = ("compile", "knob", "checkpoint", "selective")
+"""Kinds of ways whose bytes fxremat is given."""
 
 
 @dataclass(frozen=True)
@@ -19,15 +21,15 @@ class Variant:
     """One way to run a training step.
 
     `value` is the knob's ratio, or for fxremat the fraction of compile's measured peak;
-    `at` says what fxremat's budget is: that fraction, the minimum, or the measured peak of
-    checkpointing by hand or of the knob at its best; `options` are further ones for fxremat.
+    `at` says what fxremat's budget is: that fraction, the minimum, or the least measured peak of
+    the ways of another kind; `options` are further ones for fxremat.
     With `blocks` each block is compiled by itself.
     """
 
     name: str
     kind: Kind
     value: float | None = None
-    at: Literal["fraction", "minimum", "knob", "checkpoint"] | None = None
+    at: str | None = None
     options: tuple[tuple[str, Any], ...] = ()
     blocks: bool = False
 
@@ -40,12 +42,12 @@ def _standard() -> tuple[Variant, ...]:
     )
     others = (
         Variant("fxremat@min", "fxremat", at="minimum"),
-        Variant("fxremat@knob", "fxremat", at="knob"),
-        Variant("fxremat@checkpoint", "fxremat", at="checkpoint"),
+        *(Variant(f"fxremat@{kind}", "fxremat", at=kind) for kind in MATCHED),
     )
     as_it_is = (("variants", "none"),)
     bare = (
         Variant("plain@min", "fxremat", at="minimum", options=as_it_is),
+        *(Variant(f"plain@{kind}", "fxremat", at=kind, options=as_it_is) for kind in MATCHED),
         *(Variant(f"plain{v:.0%}", "fxremat", v, "fraction", as_it_is) for v in FXREMAT_FRACTIONS),
     )
     by_block = (
@@ -55,8 +57,8 @@ def _standard() -> tuple[Variant, ...]:
             for v in FXREMAT_FRACTIONS
         ),
     )
-    checkpoint = Variant("checkpoint", "checkpoint")
-    return (*plain, checkpoint, *knobs, *fractions, *others, *bare, *by_block)
+    checkpoints = (Variant("checkpoint", "checkpoint"), Variant("selective", "selective"))
+    return (*plain, *checkpoints, *knobs, *fractions, *others, *bare, *by_block)
 
 
 VARIANTS = {variant.name: variant for variant in _standard()}
