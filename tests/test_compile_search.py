@@ -71,6 +71,24 @@ def test_a_least_that_is_known_is_obeyed_by_a_search_that_misses_it(
     assert found.predicted_peak_bytes <= least
 
 
+def test_the_number_that_an_error_names_is_obeyed_without_a_search(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A search there ends with the same plan, after some dry runs more."""
+    model, x = seeded(Classifier, 64, 16)
+    options = {"executor": "aot_eager", "variants": "none"}
+    least = refused(model, x, "1B", **options).minimum_bytes
+    assert least is not None
+
+    def search(_: Search) -> Any:
+        raise AssertionError("a search")
+
+    monkeypatch.setattr(Search, "run", search)
+    for budget in (least, int(1.009 * least)):
+        found = fxremat.explain(model, x, memory_budget=f"{budget}B", options=options)
+        assert found.predicted_peak_bytes <= least
+
+
 @pytest.mark.parametrize(
     "spoiled", [[], {"peak_bytes": 1, "decision": {"order": "planned", "variants": ["none such"]}}]
 )

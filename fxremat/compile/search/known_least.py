@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import logging
 from dataclasses import astuple
+from math import inf
 from pathlib import Path
+from typing import Any
 
 from fxremat.compat.configuration import cache_directory, caches_disabled
 from fxremat.compile import session
 from fxremat.compile.ranks import graph_digest
 from fxremat.compile.search.search import Search, SearchResult, decision_of
+from fxremat.core.constants import MEASURABLE
 from fxremat.disk_cache import Answers, Question
 from fxremat.errors import VerificationFailed
 
@@ -26,26 +29,46 @@ log = logging.getLogger(__name__)
 def search_with_known_least(search: Search) -> SearchResult:
     """What a search ends with; where that is over the budget, no more than what was found before.
 
-    The request must have a budget.
+    Within `MEASURABLE` of the least there is nothing to choose from: the plan of before is made
+    again without a search. The request must have a budget.
     """
-    found = search.run()
     budget = search.planning.request.budget
-    if budget.soft_limit is not None or caches_disabled():
-        return found
+    if budget.own is None or budget.soft_limit is not None or caches_disabled():
+        return search.run()
     answers, question = Answers(Path(cache_directory()) / "fxremat" / "least"), _question(search)
+    least, decision = _read(answers, question)
+    if least <= budget.own <= (1 + MEASURABLE) * least:
+        before = _made_again(search, decision)
+        if before is not None and not before.over:
+            return before
+    found = search.run()
+    before = None
+    if found.over and least < found.evaluation.peak_bytes:
+        before = _made_again(search, decision)
+    if before is not None and before.evaluation.peak_bytes < found.evaluation.peak_bytes:
+        return before
+    if found.evaluation.peak_bytes < least or (found.over and before is None):
+        lowest = {"peak_bytes": found.evaluation.peak_bytes, "decision": decision_of(found)}
+        answers.keep(question, lowest)
+    return found
+
+
+def _read(answers: Answers, question: Question) -> tuple[float, Any]:
+    """The least that is known and how it was made; what is wrong with a file costs a look."""
     known = answers.read(question)
-    try:  # what is wrong with a file, or does not go with this graph, costs a look and no run
-        if known is not None and known["peak_bytes"] < found.evaluation.peak_bytes:
-            if not found.over:
-                return found
-            before = search.taken(known["decision"])
-            if before.evaluation.peak_bytes < found.evaluation.peak_bytes:
-                return before
+    try:
+        return int(known["peak_bytes"]), known["decision"]
+    except (LookupError, TypeError, ValueError):
+        return inf, None
+
+
+def _made_again(search: Search, decision: Any) -> SearchResult | None:
+    """None for a decision that does not go with this graph."""
+    try:
+        return search.taken(decision)
     except (VerificationFailed, LookupError, TypeError, ValueError) as failed:
         log.info("the least of before is not made again: %r", failed)
-    lowest = {"peak_bytes": found.evaluation.peak_bytes, "decision": decision_of(found)}
-    answers.keep(question, lowest)
-    return found
+        return None
 
 
 def _question(search: Search) -> Question:

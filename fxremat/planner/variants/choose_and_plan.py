@@ -14,6 +14,7 @@ from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import inf
 
 from fxremat.core.constants import OUT_OF_REACH, ROUNDS
 from fxremat.core.plan import Plan
@@ -212,7 +213,7 @@ class _VariantSearch:
 
     def _is_out_of_reach(self) -> bool:
         """Whether one variant more or less will not bring the best choice under the budget."""
-        return bool(self.budget) and self._leader().plan.peak_bytes > OUT_OF_REACH * self.budget
+        return self._leader().plan.peak_bytes > OUT_OF_REACH * (self.budget or inf)
 
     def _best(self) -> tuple[float, float]:
         return self._leader().rank(self.budget)
