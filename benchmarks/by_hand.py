@@ -75,7 +75,7 @@ class Interval:
 
 def _tail(n: int, k: int) -> float:
     """The probability that at most ``k`` of ``n`` values are below their median."""
-    return sum(comb(n, below) for below in range(k + 1)) / 2**n
+    return float(sum(comb(n, below) for below in range(k + 1)) / 2**n)
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,7 @@ def main(words: list[str]) -> None:
     else:
         from fxremat.backend import fxremat  # itself, not its name: works without installation
 
-        options = {"memory_budget": int(more[0]) if more else IMPOSSIBLE_BYTES}
+        options: dict[str, Any] = {"memory_budget": int(more[0]) if more else IMPOSSIBLE_BYTES}
 
         def compiled(model: Any) -> Any:
             return torch.compile(model, backend=fxremat, options=options)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from fxremat.compat.backward import (
     leaves_of_one_edge,
@@ -16,6 +17,7 @@ from fxremat.compat.backward import (
     leaves_of_this_node,
     no_other_backward,
     running_backward,
+    saved_before,
     watch_backwards,
 )
 
@@ -102,3 +104,24 @@ def test_leaves_of_the_backwards_that_are_watched() -> None:
     finally:
         watched.clear()
         autograd._engine_run_backward = before
+
+
+def test_what_eager_nodes_have_saved() -> None:
+    """Not what hooks have made of a tensor, and nothing after a backward."""
+    x, again = torch.ones(3, requires_grad=True), [0]
+
+    def counted(y: torch.Tensor) -> torch.Tensor:
+        again[0] += 1
+        return y.sin().cos()
+
+    first = x.exp()
+    y = checkpoint(counted, torch.cat([first, first]), use_reentrant=False)
+    z = torch.stack([y, y])[torch.tensor([0])]
+    saved = {each.data_ptr() for each in saved_before([z, None, 3, x.detach()])}
+    assert first.data_ptr() in saved
+    assert again == [1]
+    assert x.data_ptr() not in saved
+    assert any(each.dtype == torch.int64 for each in saved_before([z]))
+    torch.autograd.backward(z.sum())
+    assert saved_before([z]) == []
+    assert saved_before([x]) == []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any
 
@@ -18,6 +18,8 @@ from torch.utils.checkpoint import checkpoint
 import fxremat
 from fxremat.sizes import MIB
 from fxremat.step import scope
+from fxremat.step.graph import Graph
+from fxremat.step.versions import Part
 from tests.ranks import least_named
 from tests.small import Block, Language
 
@@ -252,6 +254,30 @@ def adversaries() -> Case:
     return Case(models, [torch.randn(512, 32)], run)
 
 
+class EagerStem(nn.Module):
+    """A few layers that nobody compiles, before those that are: Dynamo may have given up there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Linear(32, 256), nn.GELU(), nn.Linear(256, 32), nn.GELU())
+        self.blocks = nn.Sequential(*(Block(32) for _ in range(4)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = self.blocks(self.stem(x)).square().mean()
+        return loss
+
+
+@cache
+def eager_stem() -> Case:
+    torch.manual_seed(0)
+    model = EagerStem()
+
+    def run(functions: Sequence[Any], given: Sequence[Tensor]) -> None:
+        model(*given).backward()
+
+    return Case([model], [torch.randn(2048, 32)], run, parts=[model.blocks])
+
+
 class Loose(nn.Module):
     """Blocks that a function calls; each of them is compiled by itself."""
 
@@ -282,6 +308,33 @@ def test_blocks_that_a_function_calls_keep_the_budget(checkpointed: bool, percen
     """Weights and gradients of all of them count before they run."""
     case = called_by_a_function(checkpointed)
     assert case.kept(case.budget(percent)) > case.plain[1] // 2
+
+
+def test_what_eager_code_before_a_graph_saves_counts_from_the_second_step_on() -> None:
+    case = eager_stem()
+    assert case.kept(case.budget(75)) > case.plain[1] * 0.6
+
+
+def test_versions_that_ran_stay_where_all_that_is_planned_seems_to_take_too_much(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As of a loss that is planned op by op, and whose code is one kernel: its dry run knows."""
+    real, much = Graph.as_part, 10**9
+
+    def too_much(self: Graph, *asked: Any) -> Part:
+        part = real(self, *asked)
+        offers = (
+            replace(one, version=replace(
+                one.version,
+                forward_bytes=one.version.forward_bytes + much,
+                backward_bytes=one.version.backward_bytes + much,
+            )) for one in part.offers
+        )  # fmt: skip
+        return replace(part, offers=tuple(offers))
+
+    monkeypatch.setattr(Graph, "as_part", too_much)
+    case = two_breaks()
+    case.kept(case.budget(90))
 
 
 def test_what_checkpoints_hold_is_counted_once_however_often_it_was_seen() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial, wraps
 from threading import Lock
@@ -296,3 +296,25 @@ def when_backward_ends(node: Any, call: Callable[[], object]) -> None:
 def saved_by(node: Any) -> list[torch.Tensor]:
     """The tensors that ``node`` has saved; raises RuntimeError where one was overwritten since."""
     return [*node.saved_tensors, *(getattr(node, "_tensors_no_vc_check", None) or ())]
+
+
+def saved_before(tensors: Iterable[object]) -> list[torch.Tensor]:
+    """What nodes of eager code have saved that the gradients of these tensors come to later.
+
+    What hooks have made of a saved tensor is not looked at: to ask for it may run a checkpoint.
+    """
+    nodes = [x.grad_fn for x in tensors if isinstance(x, torch.Tensor) and x.grad_fn is not None]
+    found: list[torch.Tensor] = []
+    for node in _reachable(nodes):
+        for name in dir(node):
+            if name.startswith("_raw_saved_"):
+                with suppress(RuntimeError):  # the node is done, and has let go of it
+                    found += _without_hooks(getattr(node, name))
+    return found
+
+
+def _without_hooks(saved: Any) -> list[torch.Tensor]:
+    """The tensor, or the tensors, that autograd keeps by itself."""
+    each = saved if isinstance(saved, (list, tuple)) else (saved,)
+    data = (one.data for one in each if one is not None and one.unpack_hook is None)
+    return [x for x in data if isinstance(x, torch.Tensor)]

@@ -101,6 +101,19 @@ class StepDescription:
         if self.followers_given is not None:
             self.parts[1] = followed_by(self.parts[0], self.followers_given)
 
+    def offer_compiled(self) -> bool:
+        """Offer the versions that parts have compiled, too; whether there are any.
+
+        What is planned of a graph may be far above what its code takes, where this is one kernel.
+        """
+        found = False
+        for part, own in enumerate(self.parts):
+            more = tuple(one for one in own.compiled if one not in own.offers)
+            if more and not any(run in self.fixed for run in self.runs_of(part)):
+                self.offer(part, (*own.offers, *more))
+                found = True
+        return found
+
     def see_between(self, nbytes: int) -> None:
         """So many bytes were seen while all runs wait, and nothing of a part runs."""
         if nbytes and not self.seen_between:

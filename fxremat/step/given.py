@@ -20,17 +20,27 @@ References = dict[int, weakref.ref[torch.Tensor]]
 
 
 @dataclass(eq=False)
-class Checkpointed:
+class Beside:
+    """Bytes beside the graphs: the most ``seen``, of which so many ``counted`` are planned for."""
+
+    seen: int = 0
+    counted: int = 0
+
+    def news(self) -> int:
+        """Bytes that were seen and are not planned for yet; they count from now on."""
+        more, self.counted = self.seen - self.counted, self.seen
+        return more
+
+
+@dataclass(eq=False)
+class Checkpointed(Beside):
     """Forwards under `torch.utils.checkpoint`, which save nothing and run again in the backward.
 
     Until then, what they are given is held: by the ``nodes`` of those that have not gone backward.
-    Of it, ``seen`` bytes were there at most beside one of them, of which ``counted`` are planned
-    for.
+    Of it, so many bytes were ``seen`` beside one of them.
     """
 
     nodes: dict[int, Storages] = field(default_factory=dict)
-    seen: int = 0
-    counted: int = 0
 
     def add(self, node: Any, given: Storages) -> None:
         """One more; all but its own inputs are held beside it when it runs again."""
@@ -52,7 +62,8 @@ class Given:
     ``modules`` were found compiled for the budget when the first graph was. Of their parameters,
     those ``expected`` have not been given to any graph. Where modules that are alike were taken to
     run in turn, for all at once were ``refused``, that is raised if several wait. Frames of which
-    several runs have waited are ``together``.
+    several runs have waited are ``together``. What ``eager`` code before a graph saves for its
+    backward lies beside all of them.
     """
 
     parameters: References = field(default_factory=dict)
@@ -60,6 +71,7 @@ class Given:
     modules: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
     expected: References = field(default_factory=dict)
     checkpointed: Checkpointed = field(default_factory=Checkpointed)
+    eager: Beside = field(default_factory=Beside)
     refused: InfeasibleBudget | None = None
     together: set[int] = field(default_factory=set)
 

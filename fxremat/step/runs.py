@@ -51,7 +51,7 @@ from fxremat.step.promise import (
     RunVersions,
     promise_of,
 )
-from fxremat.step.versions import Offer, Part, version_in
+from fxremat.step.versions import Offer, Part, version_in, with_compiled
 
 log = logging.getLogger(__name__)
 
@@ -104,7 +104,7 @@ class GraphInStep:
         """How many runs of it are known to wait at once."""
         if self.role.described is not None:
             return len(self.role.described.runs_of(self.role.index))
-        return self.where.context.runs
+        return max(self.where.context.runs, self.taken.count)
 
     @property
     def place(self) -> Place:
@@ -274,10 +274,8 @@ class GraphInStep:
         except InfeasibleBudget as refused:
             if refused.minimum_bytes is None or not self.where.neighbours.graphs:
                 raise
-            if (
-                self.graph.gives_loss
-                and (least := self._least_of_all(refused)) > refused.budget_bytes
-            ):
+            least = self._least_of_all(refused) if self.graph.gives_loss else 0
+            if least > refused.budget_bytes:
                 raise InfeasibleBudget(refused.budget_bytes, least, *refused.args[2:]) from None
             missing = refused.minimum_bytes - refused.budget_bytes
             log.warning("%s too much in this step: the next is planned anew", format_bytes(missing))
@@ -298,8 +296,7 @@ class GraphInStep:
         own, late = promised.promise.peak_bytes, self.where.context.late
         self.taken.saved_bytes, self.taken.own_peak_bytes = report.saved_bytes, own
         found = RunVersions((promised,), (0,), own, request.budget.held - late + own)
-        self._note_peak(told, found)
-        return found
+        return self._note_peak(told, found)
 
     def _least_of_all(self, refused: InfeasibleBudget) -> int:
         """The least budget for this graph and those that wait while it runs."""
@@ -312,7 +309,7 @@ class GraphInStep:
         if self.looked is None:
             free = self.request.with_budget(held=0, soft_limit=None)
             self.looked = self.graph.as_part(free, max(1, self.taken.count))
-        return self.looked
+        return with_compiled(self.looked, self.known, self.request)
 
     def compiled_for(self, count: int) -> RunVersions:
         """The versions for so many runs; raises `InfeasibleBudget` with the least for as many."""
@@ -324,21 +321,21 @@ class GraphInStep:
             described = first_description(part, count, self.where, held, compiled_before=before)
         elif not self.role.looked_at:
             beside = self.request.with_budget(held=self.request.budget.coming)
-            described.parts[self.role.index] = self.graph.as_part(beside, count)
+            part = self.graph.as_part(beside, count)
+            described.parts[self.role.index] = with_compiled(part, self.known, self.request)
             self.role.looked_at = True
         self.taken.count, self.role.is_due = count, False
         self.where.scope.compiled_again += 1
-        found = self._chosen(described)
-        self._note_peak(told, found)
-        return found
+        return self._note_peak(told, self._chosen(described))
 
-    def _note_peak(self, told: int, found: RunVersions) -> None:
+    def _note_peak(self, told: int, found: RunVersions) -> RunVersions:
         """Say the peak of the step, with graphs that wait, in the reports made since then."""
         peaks = [found, *(one.runs for one in self.where.scope.waiting.values())]
         peak = max(self.request.budget.optimizer_step, *(one.step_peak_bytes for one in peaks))
         for report in session.note_step_peak(told, peak):
             if self.graph.options.report is not None:
                 write_report(self.graph.options.report, report)
+        return found
 
     def _chosen(self, described: StepDescription) -> RunVersions:
         """The versions of least time within the budget; where others follow, one that saves little.
@@ -353,6 +350,8 @@ class GraphInStep:
         failed, ways = set[planner.Chosen](), lowest_ways(self.request.budget)
         for _ in range(DRY_RUNS):
             chosen = choose(described.step(), aim)
+            if chosen is None and described.offer_compiled():
+                chosen = choose(described.step(), aim)
             if chosen is None and failed:
                 step = described.step()
                 chosen = next((one for way in ways if (one := way(step)) not in failed), None)
@@ -446,10 +445,8 @@ class GraphInStep:
         late = self.where.context.late if self.role.described is None else 0
         at_place = described.settle(self.role.index, of_run)
         self.placing.described = described
-        parts: tuple[Part, ...] = ()
-        if self.role.described is None:
-            part = described.parts[self.role.index]
-            parts = tuple(replace(part, offers=(kept[k],)) for k in at_place)
+        part, alone = described.parts[self.role.index], self.role.described is None
+        parts = tuple(replace(part, offers=(kept[k],)) for k in at_place if alone)
         self.taken.own_peak_bytes = peak - self.request.budget.held
         return RunVersions(versions, at_place, self.taken.own_peak_bytes, peak - late, parts)
 

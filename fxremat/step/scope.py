@@ -291,7 +291,7 @@ class BudgetScope:
             graph.role.runs_alone = len(graphs) == 1
         self._use_what_is_left()
         self._see_gradients(graphs)
-        self._see_checkpointed()
+        self._see_beside()
         if self.due and self.last:
             self._plan_anew()
 
@@ -305,12 +305,11 @@ class BudgetScope:
                 one.expect_gradients(living)
             self.due = True
 
-    def _see_checkpointed(self) -> None:
-        """Have all graphs planned beside what `torch.utils.checkpoint` was seen to hold."""
-        more = self.given.checkpointed.seen - self.given.checkpointed.counted
-        if more <= 0 or is_a_rank():
+    def _see_beside(self) -> None:
+        """Have all graphs planned beside what checkpoints and eager code were seen to hold."""
+        more = 0 if is_a_rank() else self.given.checkpointed.news() + self.given.eager.news()
+        if not more:
             return
-        self.given.checkpointed.counted += more
         for graph in list(self.graphs):
             graph.set_aside(0, more, remembered=False)  # each run sees it in its first step
             self.due |= graph.role.described is not None

@@ -8,7 +8,7 @@ a limit of the first kind where the rest is held in between (`Budget.between`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, astuple, dataclass, replace
 from typing import Any
 
@@ -42,6 +42,7 @@ class Offer:
     ``peak_bytes`` are those of the graph by itself, ``between_bytes`` what is held beside it
     between its halves. Of a version that was counted in a dry run, the figures are ``exact``, and
     on CUDA the ``events`` are known. The limits of a ``tight`` one are all that the step leaves it.
+    One that is compiled was ``asked_as`` this.
     """
 
     version: Version
@@ -50,14 +51,21 @@ class Offer:
     events: RunEvents | None = None
     exact: bool = False
     tight: bool = False
+    asked_as: Request | None = None
+
+    @classmethod
+    def of_compiled(cls, request: Request, report: Report) -> Offer:
+        """One that is compiled, so that it may run again as it is."""
+        version = version_in(report)
+        return cls(version, 0, 0, events=report.events, exact=True, asked_as=request)
 
     def asked(self, request: Request, *, whole: bool) -> Request:
         """The request for this version; all else that the budget counts is held.
 
         What the ``whole`` step reserves is counted elsewhere, or is not.
         """
-        if request.budget.limit is None:
-            return request
+        if self.asked_as is not None or request.budget.limit is None:
+            return self.asked_as or request
         held = request.budget.limit - request.budget.autotune - self.most_bytes
         return request.with_budget(
             held=held,
@@ -115,10 +123,24 @@ def version_in(report: Report | None) -> Version:
 
 @dataclass(frozen=True)
 class Part:
-    """A compiled part of the step: what it may take, and what is known of its surroundings."""
+    """A compiled part of the step: what it may take, and what is known of its surroundings.
+
+    Versions that are ``compiled`` are offered where no others fit.
+    """
 
     interface: Interface
     offers: tuple[Offer, ...]
+    compiled: tuple[Offer, ...] = ()
+
+
+def with_compiled(part: Part, compiled: Mapping[Request, Any], request: Request) -> Part:
+    """The part with what is compiled of it for the inputs of the request, by what was asked for."""
+    alike = (
+        Offer.of_compiled(asked, one.report)
+        for asked, one in compiled.items()
+        if one.report and one.report.as_part and asked.inputs == request.inputs
+    )
+    return replace(part, compiled=tuple(alike))
 
 
 def part_on_all_ranks(draft: Draft, request: Request, count: int) -> Part:
