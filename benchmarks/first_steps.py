@@ -36,8 +36,8 @@ def made(name: str) -> Case:
     """A model with fixed weights and batch. Raises `ImportError` where its library is missing."""
     torch.manual_seed(0)
     if name in OWN:
-        model, batch = build(OWN[name])
-        return with_loss(model, *batch)
+        network, batch = build(OWN[name])
+        return with_loss(network, *batch)
     case = ARCHITECTURES[OF_OTHERS[name]]()
     for model in case.models:
         model.train()

@@ -343,7 +343,8 @@ class Checkpointed(nn.Module):
 
     def __init__(self, block: nn.Module, *, selective: bool = False) -> None:
         super().__init__()
-        self.block, self.more = block, {}
+        self.block = block
+        self.more: dict[str, Any] = {}
         if selective:
             contexts = partial(create_selective_checkpoint_contexts, MATMULS_AND_ATTENTION)
             self.more = {"context_fn": contexts}

@@ -66,11 +66,11 @@ def test_every_way_that_is_matched_is_measured_before_fxremat_has_its_bytes() ->
     assert "plain@knob" in [one.name for one in ways([], bare=True)]
 
 
-class _Counted(TorchDispatchMode):
+class _Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts how often matrices are multiplied."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.matmuls = 0
 
     def __torch_dispatch__(

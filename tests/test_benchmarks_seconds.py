@@ -12,6 +12,7 @@ from benchmarks import first_steps, seconds
 from benchmarks.architectures.cases import with_loss
 from benchmarks.nets.language import GPT
 from benchmarks.seconds import Seconds, summary, table, until_steady
+from benchmarks.training import IMPOSSIBLE_BYTES
 
 
 def test_steady_steps_are_taken_off() -> None:
@@ -66,7 +67,7 @@ def test_first_steps_and_a_refusal(
     monkeypatch.setattr(first_steps, "made", lambda _: with_loss(model, *batch))
     first_steps.main(["gpt12", "refused"])
     refused = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert refused["least_bytes"] > first_steps.IMPOSSIBLE_BYTES
+    assert refused["least_bytes"] > IMPOSSIBLE_BYTES
     first_steps.main(["gpt12", "fxremat", str(refused["least_bytes"])])
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert len(found["steps"]) == first_steps.FIRST + first_steps.STEADY
