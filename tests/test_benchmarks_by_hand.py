@@ -9,8 +9,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.by_hand import Interval, figures_of, summary, ways
-from benchmarks.models import MATMULS_AND_ATTENTION, build, with_checkpoint
+from benchmarks.by_hand import EIGHT, Interval, figures_of, summary, ways
+from benchmarks.models import (
+    MATMULS_AND_ATTENTION,
+    build,
+    uses_random_ops,
+    with_checkpoint,
+)
 from benchmarks.rows import Row
 
 
@@ -64,6 +69,12 @@ def test_every_way_that_is_matched_is_measured_before_fxremat_has_its_bytes() ->
         f"fxremat@{kind}" for kind in ("compile", "knob", "checkpoint", "selective")
     ]
     assert "plain@knob" in [one.name for one in ways([], bare=True)]
+
+
+def test_gradients_of_the_knob_can_be_compared() -> None:
+    """They are wrong with dropout (`tests/test_torch_knob.py`)."""
+    assert len(EIGHT.split(",")) == 8
+    assert not any(uses_random_ops(build(name)[0]) for name in EIGHT.split(","))
 
 
 class _Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
