@@ -33,10 +33,10 @@ def search_with_known_least(search: Search) -> SearchResult:
     again without a search. The request must have a budget.
     """
     budget = search.planning.request.budget
-    if budget.own is None or budget.soft_limit is not None or caches_disabled():
+    if budget.own is None or budget.soft_limit is not None:
         return search.run()
-    answers, question = Answers(Path(cache_directory()) / "fxremat" / "least"), _question(search)
-    least, decision = _read(answers, question)
+    question = _question(search)
+    least, decision = _read(question)
     if least <= budget.own <= (1 + MEASURABLE) * least:
         before = _made_again(search, decision)
         if before is not None and not before.over:
@@ -45,17 +45,32 @@ def search_with_known_least(search: Search) -> SearchResult:
     before = None
     if found.over and least < found.evaluation.peak_bytes:
         before = _made_again(search, decision)
-    if before is not None and before.evaluation.peak_bytes < found.evaluation.peak_bytes:
-        return before
+        if before is not None and before.evaluation.peak_bytes < found.evaluation.peak_bytes:
+            return before
     if found.evaluation.peak_bytes < least or (found.over and before is None):
-        lowest = {"peak_bytes": found.evaluation.peak_bytes, "decision": decision_of(found)}
-        answers.keep(question, lowest)
+        _keep(question, {"peak_bytes": found.evaluation.peak_bytes, "decision": decision_of(found)})
     return found
 
 
-def _read(answers: Answers, question: Question) -> tuple[float, Any]:
+_UNCACHED: dict[str, Any] = {}
+"""Where nothing is to be kept on disk: what is known in this process, by the question."""
+
+
+def _answers() -> Answers:
+    return Answers(Path(cache_directory()) / "fxremat" / "least")
+
+
+def _keep(question: Question, lowest: Any) -> None:
+    if caches_disabled():
+        _UNCACHED[question["least of"]] = lowest
+    else:
+        _answers().keep(question, lowest)
+
+
+def _read(question: Question) -> tuple[float, Any]:
     """The least that is known and how it was made; what is wrong with a file costs a look."""
-    known = answers.read(question)
+    uncached = caches_disabled()
+    known: Any = _UNCACHED.get(question["least of"]) if uncached else _answers().read(question)
     try:
         return int(known["peak_bytes"]), known["decision"]
     except (LookupError, TypeError, ValueError):
