@@ -46,8 +46,15 @@ from fxremat.memory.storages import storages_of
 from fxremat.options import disabled, parse_options
 from fxremat.report.report import peak_table
 from fxremat.step import scope as scopes
-from fxremat.step.context import ModelContext, Surroundings, fixed_inputs, model_context
+from fxremat.step.context import (
+    ModelContext,
+    Surroundings,
+    fixed_inputs,
+    model_context,
+    others_to_come,
+)
 from fxremat.step.ddp import see_parts
+from fxremat.step.given import Given
 from fxremat.step.graph import Graph, Role, plan_only
 from fxremat.step.in_flight import watch_in_flight, without_backward
 from fxremat.step.promise import Observed
@@ -188,7 +195,7 @@ def _placed(graph: Graph, compiled: Sequence[nn.Module]) -> GraphInStep:
         known = role.described.request
         request = request.with_inputs(passed_on=known is not None and known.inputs.passed_on)
     follow = graph.goes_on
-    if _others_are_expected(compiled, context, beside):
+    if _others_are_expected(compiled, context, beside, scope.given):
         follow |= not graph.gives_loss
     where = Surroundings(
         device,
@@ -207,18 +214,21 @@ def _placed(graph: Graph, compiled: Sequence[nn.Module]) -> GraphInStep:
 
 
 def _others_are_expected(
-    compiled: Sequence[nn.Module], context: ModelContext, beside: Neighbours
+    compiled: Sequence[nn.Module], context: ModelContext, beside: Neighbours, given: Given
 ) -> bool:
-    """Whether other graphs will run in this step beside one that is alone in its module.
+    """Whether graphs that are not known yet will run in this step.
 
-    Models that are compiled for the same budget, and have not run yet, may do so. And if it is of a
-    part of a compiled model, Dynamo has given up around that part. Under a checkpoint a graph saves
-    nothing, and is planned as if it were alone.
+    Models that are compiled for the same budget, and have not run yet, may do so; so do other
+    parts of a model whose parts are compiled one by one. And if the graph is of a part of a
+    compiled model, Dynamo has given up around that part. Under a checkpoint a graph saves nothing,
+    and is planned as if it were alone.
     """
+    if not compiled or hooks_on_what_is_saved():
+        return False
     part = next(reversed(calling_modules()), None)
     inside = part is not None and unwrapped(part) not in compiled
-    alone = bool(compiled) and context.runs == 1 and not hooks_on_what_is_saved()
-    return alone and (beside.coming > 0 or inside)
+    others = part is not None and others_to_come(unwrapped(part), compiled, given.expected)
+    return inside or others or (beside.coming > 0 and context.runs == 1)
 
 
 def _warn_of_checkpointing(graph: Graph) -> None:

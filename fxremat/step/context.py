@@ -3,7 +3,7 @@ step as it is taken to be before it has run."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import ref
@@ -254,6 +254,17 @@ def _needs_gradient(value: object) -> bool:
 def _form(module: nn.Module) -> Any:
     """What is the same for modules that make the same graph."""
     return type(module), [tuple(x.shape) for x in _tensors_of(module)]
+
+
+def others_to_come(
+    part: nn.Module, compiled: Iterable[nn.Module], expected: Container[int]
+) -> bool:
+    """Whether a module of another form than the part is among the ``compiled``, and has not run.
+
+    The identities of parameters that are ``expected`` are those that no graph was given yet.
+    """
+    others = (one for one in compiled if _form(one) != _form(part))
+    return any(id(x) in expected for one in others for x in one.parameters())
 
 
 def _tensors_of(module: nn.Module) -> Iterable[torch.Tensor]:

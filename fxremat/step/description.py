@@ -253,6 +253,14 @@ class LeastVersions:
         """The error of a budget that is less."""
         return InfeasibleBudget(limit_bytes, self.budget_bytes, (), self.unused)
 
+    def of_a_part(self, limit_bytes: int) -> str:
+        """What is said where they are of one graph, and graphs follow that are not known yet."""
+        needed, limit = format_bytes(self.budget_bytes), format_bytes(limit_bytes)
+        return (
+            f"fxremat: one graph of the step needs {needed} of a budget of {limit}. It runs until "
+            "all graphs are known: then the least budget for all of them is named."
+        )
+
 
 Way = Callable[[Step], planner.Chosen]
 """How to choose versions."""

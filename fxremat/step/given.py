@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
-from fxremat.compat.backward import when_freed
+from fxremat.compat.backward import saved_before, when_freed
 from fxremat.errors import InfeasibleBudget
 from fxremat.memory.storages import Storages, storages_of, with_gradients
+from fxremat.step.graph import Tensors, WaitingRun
 
 References = dict[int, weakref.ref[torch.Tensor]]
 """Tensors by their identity, as long as they live."""
@@ -91,6 +93,25 @@ class Given:
                 known = self.parameters if isinstance(one, nn.Parameter) else self.batch
                 if id(one) not in known:
                     known[id(one)] = weakref.ref(one, partial(_forget, known, id(one)))
+
+    def see_eager(
+        self,
+        given: Sequence[object],
+        around: Tensors,
+        runs: Iterable[WaitingRun],
+        device: torch.device,
+    ) -> None:
+        """See what eager code has saved that made what a graph is ``given``.
+
+        What lies ``around`` the graph is counted elsewhere, and so is what ``runs`` that wait hold.
+        """
+        saved = storages_of(saved_before(given), device)
+        lasting = pytree.tree_leaves([each() for each in around])
+        known = set(storages_of([*given, *lasting, *self.weights()], device))
+        for run in runs:
+            known |= {*run.given, *run.results, *run.saved()}
+        held = sum(size for key, size in saved.items() if key not in known)
+        self.eager.seen = max(self.eager.seen, held)
 
     def weights(self) -> list[torch.Tensor]:
         """All parameters that live."""

@@ -16,14 +16,12 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from fxremat.compat.backward import (
     autograd_position,
     hooks_on_what_is_saved,
     node_of_forward,
     node_of_results,
-    saved_before,
     when_backward_ends,
 )
 from fxremat.compat.tensors import is_fake
@@ -127,7 +125,9 @@ class _WatchedRuns:
             return self.runs.of_run(scope.free_place(self.frame)).call(*args)
         scope.step_begins()
         if scope.records and not (self.graph is not None and self.graph.sharded):
-            self._note(args)
+            known = self.runs.versions[0].promise
+            scope.given.note(args)
+            scope.given.see_eager(args, known.around, scope.waiting.values(), known.device)
         if self.apart is not None and self.scope.last and not self.is_pinned:
             self._take_apart()
         if self.graph is not None and not self.is_pinned:
@@ -165,18 +165,6 @@ class _WatchedRuns:
             own = (*args, *made)
             self.look(run, own)
         return results
-
-    def _note(self, args: tuple[Any, ...]) -> None:
-        """The graph is given these arguments, and eager code has saved what gave them."""
-        scope, promise = self.scope, self.runs.versions[0].promise
-        scope.given.note(args)
-        saved = storages_of(saved_before(args), promise.device)
-        around = pytree.tree_leaves([each() for each in promise.around])
-        known = set(storages_of([*args, *around, *scope.given.weights()], promise.device))
-        for run in scope.waiting.values():
-            known |= {*run.given, *run.results, *run.saved()}
-        held = sum(size for key, size in saved.items() if key not in known)
-        scope.given.eager.seen = max(scope.given.eager.seen, held)
 
     def _take_apart(self) -> None:
         """Take what was planned for modules that run in turn, if these did in the last step."""

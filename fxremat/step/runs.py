@@ -1,12 +1,10 @@
 """A graph in its step: the versions that its runs take, so that all graphs share one budget.
 
-A block that is compiled by itself is one graph that runs once for each block, and a pipeline's
-stage once for each micro-batch; after a graph break another graph runs while the first one waits.
-What each run saves counts as often as it waits. So the graph is traced first, and the versions that
-it may take are offered (`fxremat.step.versions`); which run takes which is chosen for the whole
-step (`fxremat.planner.step_versions`). Each version is then compiled as any graph is, within the
-bytes that the others leave. Where the budget counts reserved bytes, the events of the step they
-make are replayed in the model of torch's allocator.
+What each run saves counts as often as it waits: a block that is compiled by itself is one graph
+that runs once for each block. So the graph is traced first, and the versions that it may take are
+offered (`fxremat.step.versions`); which run takes which is chosen for the whole step
+(`fxremat.planner.step_versions`). Each version is then compiled within the bytes that the others
+leave. Where the budget counts reserved bytes, the events of the step are replayed.
 """
 
 from __future__ import annotations
@@ -61,11 +59,10 @@ class GraphInStep:
     """One graph, and how many runs of it wait for their backward at once.
 
     ``request`` says what may be taken where the others are as they were when it was compiled. Its
-    ``role`` in the step and what its runs have ``taken`` change when the step is planned anew.
-    ``known`` are the versions that were compiled. ``looked`` is what it offers as a part of a step,
-    once that was asked for, and ``call`` runs it where no run waits, or nothing is planned. Of the
-    budget, what steps were ``observed`` to take beside what was counted is set aside. Where its
-    buffers lie is known by ``placing``.
+    ``role`` and what its runs have ``taken`` change when the step is planned anew. ``known`` are
+    the versions that were compiled, ``looked`` is what it offers as a part of a step, and ``call``
+    runs it where no run waits, or nothing is planned. What steps were ``observed`` to take beside
+    what was counted is set aside. ``placing`` knows where its buffers lie.
     """
 
     graph: Graph
@@ -94,7 +91,7 @@ class GraphInStep:
         if together and self.request.budget.limit is not None and self.graph.needs_gradients:
             with suppress(NoBackward):
                 found = self.compiled_for(count)
-                if self.where.follow and self.role.described is None:
+                if self.goes_on:
                     self.where.scope.plan_next_step()
                 return found
         return self._alone()
@@ -118,10 +115,9 @@ class GraphInStep:
 
     @property
     def layout(self) -> StepLayout:
-        """Where the buffers of the run at each place lie.
+        """Where the buffers of the run at each place lie; nowhere until the step is known.
 
-        Nowhere, as long as it is not known what runs beside it: others may need these bytes. On
-        CUDA a graph that nobody follows is taken to be alone from the first step on.
+        On CUDA a graph that nobody follows is taken to be alone from the first step on.
         """
         described, device = self.role.described, self.where.device.type
         if not self.request.policy.arena or self.request.inputs.accumulated:
@@ -152,9 +148,14 @@ class GraphInStep:
         return self.unseen_bytes + own.resident - own.given
 
     @property
+    def goes_on(self) -> bool:
+        """Whether graphs follow in the step that are not known yet."""
+        return self.where.follow and self.role.described is None
+
+    @property
     def saves_least(self) -> bool:
         """Whether its versions save little until all graphs of the step are known."""
-        return self.where.follow and self.role.described is None and self.where.context.runs == 1
+        return self.goes_on and self.where.context.runs == 1
 
     @property
     def unseen_bytes(self) -> int:
@@ -193,7 +194,7 @@ class GraphInStep:
         return self.graph.options.reserve or 0
 
     def set_aside(self, between: int, held: int, *, remembered: bool = True) -> None:
-        """Have it planned again with so many bytes more, or fewer, beside it: they were seen."""
+        """Have it planned again with so many bytes more, or fewer, beside it."""
         if self.graph.was_sent:  # what the step took was for a gradient that none had expected
             return
         self._hold(held)
@@ -232,10 +233,7 @@ class GraphInStep:
         self.request = self.request.with_budget(held=max(0, self.request.budget.held + more))
 
     def _planned_again(self) -> RunVersions | None:
-        """Versions for the step as it is known now.
-
-        Where what was seen beside the graph leaves too few bytes to it, it stays as it is.
-        """
+        """Versions for the step as known now; it stays as it is where too few bytes are left."""
         if self.role.described is not None:
             return self.compiled_for(self.runs_at_once)
         self.role.is_due = False
@@ -263,9 +261,9 @@ class GraphInStep:
     def _alone(self) -> RunVersions | None:
         """The graph by itself, beside what is there now.
 
-        Where runs that wait leave it too few bytes, this step takes more than the budget. From the
-        next one on they leave more, or it is refused: then all are known. At a loss they are known
-        now. Raises `InfeasibleBudget` with what all need together.
+        Where runs that wait leave it too few bytes, this step takes more than the budget, and the
+        next one is planned for all, or refused. At a loss all are known now: raises
+        `InfeasibleBudget` with what they need together.
         """
         missing, told = 0, len(session.STATE.reports)
         request = self.request.with_budget(between=self.observed.between)
@@ -291,8 +289,7 @@ class GraphInStep:
         self.taken.count, self.placing.run = 1, report.events
         self.where.scope.own.share(report.memory.own, request.budget.allocator)
         promised = self.promised(version, request)
-        if missing:
-            promised = replace(promised, promise=replace(promised.promise, left_bytes=missing))
+        promised = replace(promised, promise=replace(promised.promise, left_bytes=missing or None))
         own, late = promised.promise.peak_bytes, self.where.context.late
         self.taken.saved_bytes, self.taken.own_peak_bytes = report.saved_bytes, own
         found = RunVersions((promised,), (0,), own, request.budget.held - late + own)
@@ -300,8 +297,10 @@ class GraphInStep:
 
     def _least_of_all(self, refused: InfeasibleBudget) -> int:
         """The least budget for this graph and those that wait while it runs."""
+        scope, inputs = self.where.scope, self.graph.inputs
         self.part()
-        described = self.where.scope.describe_with(self)
+        scope.given.see_eager(inputs, self.around, scope.waiting.values(), self.where.device)
+        described = scope.describe_with(self)
         return self._least(described).budget_bytes if described else refused.minimum_bytes or 0
 
     def part(self) -> Part:
@@ -370,7 +369,9 @@ class GraphInStep:
         described.planners[self.role.index] = self.plan_version
         least, limit = self._least(described), self.request.budget.limit
         if limit is not None and least.budget_bytes > limit:
-            raise least.refusal(limit)
+            if not self.goes_on or self.graph.options.enforce:
+                raise least.refusal(limit)
+            log.warning(least.of_a_part(limit))
         return self._settled(described, self._made(described, least.chosen))
 
     def _with_what_is_left(self, described: StepDescription) -> MadeVersions | None:

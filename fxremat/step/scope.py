@@ -182,8 +182,8 @@ class BudgetScope:
         runs.append((graph, 0))
         held = [len(runs) - 1]  # what nobody is given yet, others may hold
         trained = [*(one.weights for one in waiting), {}]
-        order = last_first(len(runs))
-        return self._described(runs, order, graph.fixed_bytes, kept, held, trained)
+        order, eager = last_first(len(runs)), self.given.eager
+        return self._described(runs, order, eager.seen - eager.counted, kept, held, trained)
 
     def _describe_last(self) -> StepDescription | None:
         """The last step as it has run; None where it cannot be planned as one."""
@@ -203,18 +203,17 @@ class BudgetScope:
             order.append((runs[graph, one.place], one.phase))
         numbers = {old: new for new, old in enumerate(dict.fromkeys(run for run, _ in order))}
         known = {number: run for run, number in runs.items()}
-        fixed = max(graph.fixed_bytes for graph, _ in runs)
         listed = [known[number] for number in numbers]
         in_turn = [(numbers[run], phase) for run, phase in order]
         kept, held = ([numbers[run] for run in each] for each in (kept, held))
         trained = [weights[run] for run in listed]
-        return self._described(listed, in_turn, fixed, kept, held, trained)
+        return self._described(listed, in_turn, 0, kept, held, trained)
 
     def _described(
         self,
         runs: Sequence[tuple[SharingGraph, int]],
         order: Order,
-        fixed_bytes: int,
+        more_bytes: int,
         kept: Sequence[int],
         held: Sequence[int],
         weights: Sequence[Mapping[int, int]],
@@ -227,6 +226,7 @@ class BudgetScope:
                     parts.append(graph.part())
         except NoBackward:
             return None
+        fixed_bytes = more_bytes + max(graph.fixed_bytes for graph in graphs)
         part_of = tuple(graphs.index(graph) for graph, _ in runs)
         interfaces = [part.interface for part in parts]
         points = in_order(
