@@ -115,8 +115,27 @@ def test_a_stage_that_inductor_cannot_write_runs_operator_by_operator(
     fused_kernels.kernels_of.cache_clear()
     with monkeypatch.context() as patch:
         patch.setattr("fxremat.runtime.chunks.fused_kernels.unbuilt_kernel", fails)
+        patch.setattr("fxremat.runtime.chunks.fused_kernels.kernel_key", lambda _: None)
         assert_close(run(given, 16, 4, fused=True), expected(*given))
     fused_kernels.kernels_of.cache_clear()
+
+
+def test_what_a_kernel_allocates_is_asked_once_for_all_processes_that_share_a_cache(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given, written = inputs(80), list[Any]()
+    unbuilt = fused_kernels.unbuilt_kernel
+
+    def counted(module: Any) -> Any:
+        written.append(module)
+        return unbuilt(module)
+
+    monkeypatch.setattr("fxremat.runtime.chunks.fused_kernels.unbuilt_kernel", counted)
+    for _ in range(2):
+        fused_kernels.kernels_of.cache_clear()
+        assert_close(run(given, 16, 16, fused=True), expected(*given))
+        known, written[:] = len(written), []
+    assert known == 0
 
 
 def test_time_counts_one_call_for_each_tile() -> None:

@@ -110,6 +110,23 @@ def test_inside_a_step_is_one_of_many_tensors_as_with_real_ones() -> None:
     assert base._foreach_supported_types == before
 
 
+def test_hooks_for_all_optimizers_are_not_told_of_steps_without_memory() -> None:
+    weight, told = nn.Parameter(torch.ones(4)), list[Any]()
+    weight.grad = torch.ones(4)
+    handle = base.register_optimizer_step_post_hook(lambda one, *_: told.append(one))
+    optimizer = optim.SGD([weight], lr=0.1)
+    try:
+        with without_memory(), steps_as_with([nn.Parameter], lambda *_: None):
+            made = torch.ones(4)
+            made.grad = torch.ones(4)
+            optim.SGD([made], lr=0.1).step()
+        assert not told
+        optimizer.step()
+        assert told == [optimizer]
+    finally:
+        handle.remove()
+
+
 def test_inside_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.compiler, "_is_compiling_flag", True)
     with steps_as_with([], lambda *_: None):

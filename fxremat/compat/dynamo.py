@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from fxremat.compat.optimizers import kinds_of
+
 
 def compiled_parts(model: nn.Module) -> list[nn.Module]:
     """The modules inside of ``model`` that are compiled by themselves, each as it was before."""
@@ -75,7 +77,8 @@ def modules_compiled_by(backend: Callable[..., Any]) -> list[tuple[nn.Module, Ma
 
     gc.collect()
     found: list[tuple[nn.Module, Mapping[str, Any]]] = []
-    for one in [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]:
+    kinds = set(kinds_of(nn.Module))
+    for one in [one for one in gc.get_objects() if type(one) in kinds]:
         if isinstance(one, OptimizedModule):
             context: Any = one.dynamo_ctx
         else:

@@ -38,16 +38,17 @@ def note_optimizers() -> None:
         _note(self)
 
     Optimizer._patch_step_function = patch_step_function  # type: ignore[method-assign]
-    used = {kind for kind in _kinds(Optimizer) if getattr(kind.step, "hooked", False)}
+    used = {kind for kind in kinds_of(Optimizer) if getattr(kind.step, "hooked", False)}
     for one in gc.get_objects() if used else ():
         if type(one) in used:  # asking a proxy for its class could run code
             _note(one)
 
 
-def _kinds(kind: type[Any]) -> Iterator[type[Any]]:
+def kinds_of(kind: type[Any]) -> Iterator[type[Any]]:
+    """The class, and all that are derived from it."""
     yield kind
     for each in kind.__subclasses__():
-        yield from _kinds(each)
+        yield from kinds_of(each)
 
 
 def _note(optimizer: Optimizer) -> None:
@@ -87,7 +88,8 @@ def steps_as_with(
     Without this torch's optimizers would not take the implementation for many tensors at once,
     which they take by default on CUDA, and while a graph is compiled they would take what suits a
     graph. A number of which no tensor here has the value is 1. What a step has compiled runs as it
-    is. ``seen`` is told of each op, as by `Watching`.
+    is. Hooks that are registered for all optimizers are not told of these steps. ``seen`` is told
+    of each op, as by `Watching`.
     """
     compiler: Any = torch.compiler
     from torch._subclasses.fake_tensor import FakeTensor
@@ -96,11 +98,17 @@ def steps_as_with(
     plain = all(kind in known for kind in kinds)
     known += [FakeTensor] if plain else []
     compiling, compiler._is_compiling_flag = compiler._is_compiling_flag, False
+    hooks: Any = base._global_optimizer_pre_hooks, base._global_optimizer_post_hooks
+    registered = [dict(each) for each in hooks]
+    for each in hooks:
+        each.clear()
     try:
         with torch.compiler.set_stance("force_eager"), _AnyNumber(seen):
             yield
     finally:
         compiler._is_compiling_flag = compiling
+        for each, known_before in zip(hooks, registered, strict=True):
+            each.update(known_before)
         if plain:
             known.remove(FakeTensor)
 

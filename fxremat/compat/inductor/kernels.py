@@ -20,7 +20,7 @@ from fxremat.compat.configuration import (
     SCHEDULER_PASS,
     inductor_config,
 )
-from fxremat.compat.inductor.generated_code import generate, load_without_kernels
+from fxremat.compat.inductor.generated_code import code_key, generate, load_without_kernels
 from fxremat.compat.inductor.kernels_ahead import begin_kernels
 from fxremat.compat.inductor.lowered_ahead import hand_over
 from fxremat.compat.tensors import Watching, storage_key, storage_watch, without_memory
@@ -50,10 +50,31 @@ def for_a_kernel() -> Iterator[None]:
     A kernel is made of a graph that writes into its inputs and returns nothing.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    mode: Any = FakeTensorMode()
+    # Inductor's cache keeps what is made of a graph only where its sizes belong to a shape env.
+    mode: Any = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
     with apart(), mode:
         yield
+
+
+@contextmanager
+def _kept_by_inductor(module: fx.GraphModule) -> Iterator[list[Any]]:
+    """Inside, Inductor's cache keeps what it makes of a kernel's graph; its inputs."""
+    from torch._guards import TracingContext, detect_fake_mode, tracing
+    from torch._inductor.virtualized import V
+
+    inputs = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
+    with apart():  # else what is compiled around it would give its own mode
+        mode = detect_fake_mode(inputs)
+        with tracing(TracingContext(mode)), V.set_fake_mode(mode):
+            yield inputs
+
+
+def kernel_key(module: fx.GraphModule) -> str | None:
+    """Equal for graphs that are the same kernel, in all processes; None where that is not known."""
+    with _kept_by_inductor(module):
+        return code_key(module, is_backward=False)
 
 
 def decomposed(module: fx.GraphModule) -> fx.GraphModule:
@@ -115,12 +136,9 @@ def begin_kernel(module: fx.GraphModule) -> None:
 
 def compile_kernel(module: fx.GraphModule) -> Callable[[list[torch.Tensor]], object]:
     """Called with a list of tensors, which it empties."""
-    from torch._guards import detect_fake_mode
     from torch._inductor.compile_fx import compile_fx_inner
-    from torch._inductor.virtualized import V
 
-    inputs = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
-    with apart(), V.set_fake_mode(detect_fake_mode(inputs)):
+    with _kept_by_inductor(module) as inputs:
         compiled: Any = compile_fx_inner(module, inputs)
     return cast("Callable[[list[torch.Tensor]], object]", compiled)
 

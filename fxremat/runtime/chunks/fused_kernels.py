@@ -17,19 +17,24 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
 
+from fxremat.compat.configuration import cache_directory
 from fxremat.compat.inductor.kernels import (
+    Unbuilt,
     begin_kernel,
     compile_kernel,
     decomposed,
     for_a_kernel,
+    kernel_key,
     unbuilt_kernel,
 )
 from fxremat.compat.tensors import is_fake
+from fxremat.disk_cache import Answers
 from fxremat.runtime.chunks.buffers import (
     MATMULS,
     Layout,
@@ -332,7 +337,8 @@ def _kernel(writer: _KernelWriter, room: int) -> Kernel | None:
     try:
         with for_a_kernel():
             module = decomposed(writer.write())
-        unbuilt = unbuilt_kernel(module)
+        unbuilt = functools.cache(functools.partial(unbuilt_kernel, module))
+        taken = _allocates(module, unbuilt)
     except Exception as error:  # whatever Inductor cannot write: the operators can do it
         what = str(error).partition("\n")[0]
         log.info("a stage runs operator by operator: %s: %s", type(error).__name__, what)
@@ -340,5 +346,18 @@ def _kernel(writer: _KernelWriter, room: int) -> Kernel | None:
     memory = tuple(memory for memory, _ in writer.places.values())
     begin = functools.cache(functools.partial(begin_kernel, module))
     compiled = functools.cache(functools.partial(compile_kernel, module))
-    taken = unbuilt.allocates
-    return Kernel(memory, taken, begin, compiled, unbuilt.run) if taken <= room else None
+    kernel = Kernel(memory, taken, begin, compiled, lambda given: unbuilt().run(given))
+    return kernel if taken <= room else None
+
+
+def _allocates(module: fx.GraphModule, unbuilt: Callable[[], Unbuilt]) -> int:
+    """What a kernel allocates, in bytes; written once for all processes that share a cache."""
+    key = kernel_key(module)
+    if key is None:
+        return unbuilt().allocates
+    answers, question = Answers(Path(cache_directory()) / "fxremat" / "kernels"), {"kernel": key}
+    known = answers.read(question)
+    if not isinstance(known, int):
+        known = unbuilt().allocates
+        answers.keep(question, known)
+    return known
