@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 
 from fxremat.planner.indexed_problem import INPUT, IndexedProblem
 from fxremat.planner.local.stage_schedule import ExtraRun, StageSchedule
-from fxremat.planner.milp.highs import FREE, SCALE, Milp, Term
+from fxremat.planner.milp.highs import FREE, SCALE, Milp, Term, present
 
 Allowed = Sequence[Sequence[int]]
 """For each stage the ops that may run again in it, in base order."""
@@ -130,11 +130,8 @@ class CheckmateMilp:
 
     def available(self, stage: int, value: int) -> list[Term]:
         """S[t,v] + R[t,w] for the writer w: how much of the value the stage has."""
-        terms: list[Term] = [(self.stays(stage, value), 1.0)]
-        writer = self.model.writer[value]
-        if writer in self.run[stage]:
-            terms.append((self.run[stage][writer], 1.0))
-        return terms
+        run = self.run[stage].get(self.model.writer[value])
+        return present(self.stays(stage, value), run)
 
     def sum_of(self, terms: list[Term]) -> int:
         """A column of bytes, at most the budget, that is the sum of the terms."""
@@ -319,21 +316,17 @@ def _fit_in_any_order(programme: CheckmateMilp, stage: int) -> None:
     held = _add_held_throughout(programme, stage)
     changes: list[Term] = []
     for value, column in held.items():
-        changes += [
-            (programme.stay[stage][value], -programme.size(value)),
-            (column, programme.size(value)),
-        ]
+        size = programme.size(value)
+        changes += [(programme.stay[stage][value], -size), (column, size)]
     others = programme.sum_of([(programme.bytes_at_start[stage], 1.0), *changes])
     for op in programme.allowed[stage]:
         terms: list[Term] = [(others, 1.0)]
-        own = model.workspace[op] / programme.byte_unit - sum(
-            programme.taken_over(stage, op).values()
-        )
+        saved = programme.taken_over(stage, op).values()
+        own = model.workspace[op] / programme.byte_unit - sum(saved)
         for value in (*model.reads[op], *model.writes[op]):
             if not model.is_output[value]:
                 own += programme.size(value)
-                if value in held:
-                    terms.append((held[value], -programme.size(value)))
+                terms += present(held.get(value), factor=-programme.size(value))
         programme.at_most([*terms, (programme.run[stage][op], own)], [], SCALE)
 
 
@@ -348,9 +341,9 @@ def _add_held_throughout(programme: CheckmateMilp, stage: int) -> dict[int, int]
         if value not in programme.stay[stage] or model.is_output[value]:
             continue
         needed = one if value in model.reads[stage] else programme.stays(stage + 1, value)
-        terms: list[Term] = [(programme.stay[stage][value], 1.0), (needed, 1.0), (one, -1.0)]
-        if model.writer[value] in programme.run[stage]:
-            terms.append((programme.run[stage][model.writer[value]], -1.0))
+        run = programme.run[stage].get(model.writer[value])
+        terms = [(programme.stay[stage][value], 1.0), (needed, 1.0), (one, -1.0)]
+        terms += present(run, factor=-1.0)
         column = programme.held_throughout[stage][value] = programme.milp.real()
         programme.at_most(terms, [(column, 1.0)])
     return programme.held_throughout[stage]
