@@ -165,7 +165,7 @@ class _Route:
                 coming.append(_Coming(item.value, used.get(item.value, -1) + 1, position))
                 continue
             op = problem.op_of[item]
-            for name in moved.intersection(op.writes):
+            for name in (each for each in op.writes if each in moved):
                 if name in leaving:
                     leaving[name].until = min(leaving[name].until, position)
                 else:
