@@ -43,12 +43,9 @@ class GreedyFront:
         """Plan ``k``, by increasing time and decreasing peak."""
         if k not in self.plans:
             model, runs = self.model, self.entries[k].runs()
+            steps, bound = model.names(steps_of(model.n, runs)), self.bound
             self.plans[k] = make_plan(
-                model.problem,
-                model.names(steps_of(model.n, runs)),
-                NAME,
-                seconds=self.seconds,
-                peak_bound_bytes=self.bound,
+                model.problem, steps, NAME, seconds=self.seconds, peak_bound_bytes=bound
             )
         return self.plans[k]
 
@@ -118,15 +115,9 @@ def extra_runs(model: IndexedProblem, steps: Sequence[str]) -> list[ExtraRun]:
 
 
 def _quick_plan(front: ParetoFront, budget_bytes: int | None, started: float) -> Plan:
-    model = front.model
-    best = front.least() if budget_bytes is None else front.best(budget_bytes) or front.least()
-    return make_plan(
-        model.problem,
-        model.names(steps_of(model.n, best.runs())),
-        QUICK_NAME,
-        budget_bytes=budget_bytes,
-        seconds=time.perf_counter() - started,
-    )
+    best = front.least() if budget_bytes is None else front.choose(budget_bytes)
+    problem, steps, seconds = front.model.problem, front.steps(best), time.perf_counter() - started
+    return make_plan(problem, steps, QUICK_NAME, budget_bytes=budget_bytes, seconds=seconds)
 
 
 def front(problem: Problem, options: SolverOptions) -> tuple[Plan, ...]:

@@ -99,7 +99,7 @@ def _improver(
     front: ParetoFront, target: int, seed: int, repeated_changes: RepeatedChanges
 ) -> Improver:
     """An improver of the best schedule within the target, or of the lowest one."""
-    search = EditableSchedule(front.state(front.best(target) or front.least()))
+    search = EditableSchedule(front.state(front.choose(target)))
     return Improver(search, front, seed, repeated_changes)
 
 

@@ -339,6 +339,14 @@ class ParetoFront:
         """The entry of least peak."""
         return self.entries[0]
 
+    def choose(self, budget: int) -> Entry:
+        """The entry of least time within the budget, or of least peak where none fits."""
+        return self.best(budget) or self.least()
+
+    def steps(self, entry: Entry) -> tuple[str, ...]:
+        """The schedule of an entry, by the names of ops."""
+        return self.model.names(steps_of(self.model.n, entry.runs()))
+
     def state(self, entry: Entry) -> StageSchedule:
         """The entry as a state to start from."""
         return StageSchedule(self.model, entry.runs())

@@ -148,19 +148,14 @@ class Milp:
         return self._outcome_of(highs)
 
     def solve_near(
-        self,
-        relaxed: Solution,
-        deadline: Deadline,
-        *,
-        nodes: int,
-        gap: float,
-        absolute_gap: float = 0.0,
+        self, deadline: Deadline, *, nodes: int, gap: float, absolute_gap: float
     ) -> Solution:
         """The best solution that agrees with the linear relaxation wherever that is integral.
 
         Its bound is that of the relaxation. This is relaxation enforced neighbourhood search
         (Berthold, "RENS", Mathematical Programming Computation 2014).
         """
+        relaxed = self.relaxed(deadline)
         if relaxed.values is None:
             return relaxed
         low, high = list(self.low), list(self.high)

@@ -27,7 +27,7 @@ from fxremat.planner.indexed_problem import build_model, peak_bound
 from fxremat.planner.local import greedy
 from fxremat.planner.local.editable_schedule import EditableSchedule, descend
 from fxremat.planner.local.ruin_and_repair import polish
-from fxremat.planner.local.stage_schedule import ExtraRun, ParetoFront, StageSchedule, steps_of
+from fxremat.planner.local.stage_schedule import ExtraRun, ParetoFront, StageSchedule
 from fxremat.planner.milp.highs import BOUND_MARGIN
 from fxremat.planner.milp.relaxation import Relaxation, extra_runs_for
 from fxremat.planner.plans import make_plan
@@ -73,7 +73,7 @@ def _refined(
     deadline: Deadline,
 ) -> Plan:
     """The best plan of all rounds, and of the greedy solver where the first ones do not do."""
-    model, problem = front.model, front.model.problem
+    problem = front.model.problem
     near_us = options.gap * problem.base_time_us
     before = 0.0 if known is None else known.seconds
     refinement = Refinement.at_the_peak(front, budget_bytes, deadline, near_us)
@@ -93,12 +93,11 @@ def _refined(
         known = _join(front, greedy.whole_front(problem, options))
     if not refinement.proven():
         polish(front, budget_bytes, options.seed, deadline)
-    best = front.best(budget_bytes) or front.least()
     none_fits = refinement.bound_us == math.inf
-    least = peak_bound(model) if known is None else known.bound
+    least = peak_bound(front.model) if known is None else known.bound
     return make_plan(
         problem,
-        model.names(steps_of(model.n, best.runs())),
+        front.steps(front.choose(budget_bytes)),
         NAME,
         budget_bytes=budget_bytes,
         seconds=before + deadline.seconds(),

@@ -274,14 +274,9 @@ class Relaxation:
         if len(self.milp.cost) <= constants.MANY_COLUMNS // 2:
             nodes = constants.NODES if len(self.points) == 1 else few
             return self._solved(deadline, nodes, enough)
-        near = self.milp.solve_near(
-            self.milp.relaxed(deadline),
-            deadline,
-            nodes=few,
-            gap=constants.RELAXATION_GAP,
-            absolute_gap=enough,
-        )
-        close = near.objective - near.bound <= max(enough, 10 * constants.RELAXATION_GAP * SCALE)
+        gap = constants.RELAXATION_GAP
+        near = self.milp.solve_near(deadline, nodes=few, gap=gap, absolute_gap=enough)
+        close = near.objective - near.bound <= max(enough, 10 * gap * SCALE)
         if close or len(self.milp.cost) > constants.MANY_COLUMNS:
             return near
         found = self._solved(deadline, few, enough, near.values)

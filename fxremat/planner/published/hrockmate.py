@@ -21,7 +21,7 @@ from fxremat.planner.indexed_problem import IndexedProblem
 from fxremat.planner.local.editable_schedule import EditableSchedule, descend
 from fxremat.planner.local.greedy import extra_runs
 from fxremat.planner.local.ruin_and_repair import polish
-from fxremat.planner.local.stage_schedule import ParetoFront, StageSchedule, steps_of
+from fxremat.planner.local.stage_schedule import ParetoFront, StageSchedule
 from fxremat.planner.milp.moments import Refinement
 from fxremat.planner.plans import make_plan, not_beaten, rank
 from fxremat.planner.published.clusters import Decomposition, Level, decompose, turn_of
@@ -50,8 +50,7 @@ def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) ->
         call.tell(None)
         Hierarchy(PartPlans(call.deadline)).fill(front, budget_bytes)
         polish(front, budget_bytes, options.seed, call.deadline)
-        entry = front.best(budget_bytes) or front.least()
-        found = make_plan(problem, model.names(steps_of(model.n, entry.runs())), NAME)
+        found = make_plan(problem, front.steps(front.choose(budget_bytes)), NAME)
         call.best = min(call.best, found, key=lambda plan: rank(plan, budget_bytes))
     return call.plan()
 

@@ -279,8 +279,7 @@ class ChoiceMilp:
         """A good choice; where there are many columns, near the linear relaxation."""
         nodes = 1  # what comes after the root mostly raises the bound, which proves nothing here
         gap, absolute = (MEASURABLE, 0.0) if self.budget is None else (0.0, constants.GAP * SCALE)
-        relaxed = self.milp.relaxed(deadline)
-        near = self.milp.solve_near(relaxed, deadline, nodes=nodes, gap=gap, absolute_gap=absolute)
+        near = self.milp.solve_near(deadline, nodes=nodes, gap=gap, absolute_gap=absolute)
         enough = gap * abs(near.objective) + absolute
         if near.values is not None and near.objective - near.bound <= enough:
             return near
