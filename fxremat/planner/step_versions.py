@@ -19,7 +19,7 @@ from fxremat.core.step import Step, StepPoint, Version
 from fxremat.planner import plans
 from fxremat.planner.constants import GAP, NODES
 from fxremat.planner.deadline import Deadline
-from fxremat.planner.milp.highs import TOLERANCE, Milp, Status, Term
+from fxremat.planner.milp.highs import TOLERANCE, Milp, Term
 
 Chosen = tuple[int, ...]
 """The version of each run, by its place among those of its part."""
@@ -114,7 +114,7 @@ class _Programme:
         for point in self.step.points:
             self._fit(point, budget_bytes)
         solution = self.milp.solve(Deadline(None), nodes=12 * NODES, gap=GAP)
-        if solution.status in (Status.INFEASIBLE, Status.UNDECIDED):
+        if solution.values is None:
             return None
         return tuple(
             next(v for v, column in columns.items() if solution.chosen(column))

@@ -219,13 +219,6 @@ def build_programme(
     return programme
 
 
-def _writes(programme: CheckmateMilp, op: int) -> float:
-    """What a repeat of the op writes, in units of the programme; outputs are there already."""
-    return sum(
-        programme.size(v) for v in programme.model.writes[op] if not programme.model.is_output[v]
-    )
-
-
 def _users(programme: CheckmateMilp, stage: int, value: int) -> list[int]:
     """The ops that may read the value in the stage, in order."""
     return [op for op in programme.run[stage] if value in programme.model.reads[op]]
@@ -259,8 +252,7 @@ def _track_order(programme: CheckmateMilp, stage: int) -> None:
         for op in sorted({*_users(programme, stage, value), *{writer} & {*programme.run[stage]}}):
             if op != writer:
                 programme.at_most([(programme.run[stage][op], 1.0), *gone], available)
-            if (value, op) in programme.free[stage]:
-                gone.append((programme.free[stage][value, op], 1.0))
+            gone += present(programme.free[stage].get((value, op)))
         programme.at_most([(programme.stays(stage + 1, value), 1.0), *gone], available)
 
 
@@ -275,7 +267,9 @@ def _fit_in_order(programme: CheckmateMilp, stage: int) -> None:
     before: list[Term] = [(programme.bytes_at_start[stage], 1.0)]
     for op in programme.allowed[stage]:
         ran = programme.run[stage][op]
-        own = _writes(programme, op) + model.workspace[op] / programme.byte_unit
+        # Outputs are there already, so that a repeat does not write them.
+        written = sum(programme.size(v) for v in model.writes[op] if not model.is_output[v])
+        own = written + model.workspace[op] / programme.byte_unit
         saved = programme.taken_over(stage, op)
         gone, shared = _gone(programme, stage, op, saved)
         used = programme.sum_of([*before, (ran, own), *shared])
@@ -286,15 +280,11 @@ def _gone(
     programme: CheckmateMilp, stage: int, op: int, saved: dict[int, float]
 ) -> tuple[list[Term], list[Term]]:
     """Terms of the bytes that are freed after the op, and of those that it takes over."""
-    model = programme.model
-    gone: list[Term] = []
-    shared: list[Term] = []
-    for value in (*model.reads[op], *model.writes[op]):
-        column = programme.free[stage].get((value, op))
-        if column is not None:
-            taken = saved.get(value, 0.0)
-            gone.append((column, taken - programme.size(value)))
-            shared.append((column, -taken))
+    gone, shared = list[Term](), list[Term]()
+    for value in (*programme.model.reads[op], *programme.model.writes[op]):
+        column, taken = programme.free[stage].get((value, op)), saved.get(value, 0.0)
+        gone += present(column, factor=taken - programme.size(value))
+        shared += present(column, factor=-taken)
     return gone, shared
 
 
