@@ -249,7 +249,7 @@ class _VariantSearch:
         under a budget, the highest of the MILP's own schedule. As long as what is left of its
         choices does not fit, the MILP gets less, and more again once it does.
         """
-        points = self._highest(combined) | self._largest(combined, ())
+        points = self._highest(combined) | self._largest(combined, self.tried_choices[()])
         target = budget
         for number in range(ROUNDS):
             choice = ChoiceMilp(combined, sorted(points), target)
@@ -262,9 +262,11 @@ class _VariantSearch:
                 return
             names = choice.names(solution)
             yield names
-            new = self._peak(combined, names) | self._largest(combined, names)
-            if budget is not None:
-                new |= self._worst(combined, names, choice.held_at(solution))
+            tried, new = self.tried_choices.get(names), set[int]()
+            if tried is not None:
+                new |= self._peak(combined, tried) | self._largest(combined, tried)
+            if tried is not None and budget is not None:
+                new |= self._worst(combined, tried, choice.held_at(solution))
             before = target
             if number and budget is not None and target is not None:
                 target = int(
@@ -278,18 +280,16 @@ class _VariantSearch:
 
     def _highest(self, combined: AllVariants) -> set[int]:
         """The highest stage without variants."""
-        left = build_model(take(self.problem, ()))
+        left = build_model(self.tried_choices[()].problem)
         highest = StageSchedule(left).peak.argmax() if left.n else 0
         return _stages(combined, left.problem.ops[highest:][:1])
 
-    def _largest(self, combined: AllVariants, names: Names) -> set[int]:
+    def _largest(self, combined: AllVariants, tried: TriedChoice) -> set[int]:
         """The stages whose ops hold most by what they read, write and need meanwhile.
 
         Under a budget, of those that are over it by themselves.
         """
-        if names not in self.tried_choices:
-            return set()
-        left = self.tried_choices[names].problem
+        left = tried.problem
         sizes, room = left.bytes_of, (self.budget or 0) - left.resident_bytes
 
         def own(op: Op) -> int:
@@ -298,15 +298,15 @@ class _VariantSearch:
         largest = heapq.nlargest(constants.POINTS // 4, left.ops, key=own)
         return _stages(combined, (op for op in largest if own(op) > room))
 
-    def _peak(self, combined: AllVariants, names: Names) -> set[int]:
+    def _peak(self, combined: AllVariants, tried: TriedChoice) -> set[int]:
         """Where the plan of a choice is highest, of the stages that are over the budget.
 
         Of an op that runs again there, the stages before and after.
         """
-        if names not in self.tried_choices or not self._over(names):
+        if not self._over(tried.names):
             return set()
-        left, plan = self.tried_choices[names].problem, self.tried_choices[names].plan
-        steps, live = plan.steps, replay(left, plan.steps).live_bytes
+        left, steps = tried.problem, tried.plan.steps
+        live = replay(left, steps).live_bytes
         first = sorted({step: i for i, step in reversed([*enumerate(steps)])}.values())
         highest = sorted(range(len(live)), key=lambda i: -live[i])
         over = itertools.takewhile(lambda i: live[i] > (self.budget or 0), highest)
@@ -318,18 +318,16 @@ class _VariantSearch:
             combined, (left.op_of[step] for i in found if isinstance(step := steps[i], str))
         )
 
-    def _worst(self, combined: AllVariants, names: Names, held: dict[int, set[str]]) -> set[int]:
+    def _worst(
+        self, combined: AllVariants, tried: TriedChoice, held: dict[int, set[str]]
+    ) -> set[int]:
         """The highest stages of the schedule that holds this, away from each other."""
-        try:
-            left = take(self.problem, names)
-        except InvalidProblem:
-            return set()
-        model = build_model(left)
+        model = build_model(tried.problem)
         state = StageSchedule(model, runs_that_hold(model, combined, held))
         highest = [int(stage) for stage in (-state.peak).argsort(kind="stable") if stage < model.n]
         over = (stage for stage in highest if state.peak[stage] > (self.budget or 0))
         found = apart(itertools.chain(highest[:1], over), model.n)
-        return _stages(combined, map(left.ops.__getitem__, found))
+        return _stages(combined, map(tried.problem.ops.__getitem__, found))
 
 
 def runs_that_hold(
