@@ -83,8 +83,9 @@ def plan_eviction(
 
 def _may_hold(state: StageSchedule, value: int, stage: int, rate: float, limit: int) -> bool:
     size, time = state.model.bytes[value], state.model.time[state.model.writer[value]]
-    since = state.held_until(value, stage)
-    return time > rate * size and state.peak_between(since, stage) + size < limit
+    if time <= rate * size:  # not so where a value of no bytes has any rate
+        return False
+    return state.peak_between(state.held_until(value, stage), stage) + size < limit
 
 
 def _spared(
