@@ -30,8 +30,8 @@ from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
 from fxremat.core.timeline import replay
 from fxremat.planner import SOLVERS, SolverOptions, solve
-from fxremat.planner.published.chains.chain import NotAChain
-from fxremat.planner.published.checkmate.checkmate import TooManyRuns
+from fxremat.planner.published.chain import NotAChain
+from fxremat.planner.published.checkmate import TooManyRuns
 from fxremat.planner.published.moccasin import NotInstalled
 
 from .planner_problems import DIRECTORY, NONE, TRACED, collect

@@ -9,8 +9,7 @@ from fxremat.core.check import check
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
 from fxremat.core.timeline import replay
-from fxremat.planner.indexed_problem import build_model
-from fxremat.planner.peak_bound import peak_bound
+from fxremat.planner.indexed_problem import build_model, peak_bound
 
 
 def budget_between(problem: Problem, percent: int) -> int:

@@ -24,8 +24,8 @@ from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem, load_problem, problem_to_json
 from fxremat.core.timeline import replay
 from fxremat.planner import SolverOptions
-from fxremat.planner.options import Progress
 from fxremat.planner.plans import make_plan
+from fxremat.planner.solvers import Progress
 from tests.chains import chain_with_copies, phased_chain, skipping
 from tests.conftest import Golden
 

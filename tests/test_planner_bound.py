@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import HealthCheck, given
 
 from fxremat.core.problem import Op, Problem, Value
-from fxremat.planner.indexed_problem import build_model
-from fxremat.planner.peak_bound import peak_bound
+from fxremat.planner.indexed_problem import build_model, peak_bound
 from tests import brute
 from tests.examples import examples
 from tests.strategies import problems_from_a_seed

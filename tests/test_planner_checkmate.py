@@ -17,16 +17,16 @@ from fxremat.planner import Solver
 from fxremat.planner.indexed_problem import build_model
 from fxremat.planner.local import greedy
 from fxremat.planner.local.greedy import extra_runs
-from fxremat.planner.local.pareto_front import steps_of
+from fxremat.planner.local.stage_schedule import steps_of
 from fxremat.planner.milp.highs import Milp
-from fxremat.planner.options import Progress, SolverOptions
-from fxremat.planner.published.checkmate import checkmate
-from fxremat.planner.published.checkmate.checkmate import TooManyRuns, solve, solve_pruned
-from fxremat.planner.published.checkmate.programme import build_programme, start_values
+from fxremat.planner.published import known_schedule
+from fxremat.planner.published.checkmate import TooManyRuns, solve, solve_pruned
+from fxremat.planner.published.checkmate_milp import build_programme, start_values
 from fxremat.planner.published.known_schedule import (
     all_runs,
     without_unread,
 )
+from fxremat.planner.solvers import Progress, SolverOptions
 from tests import brute
 from tests.brute import plain
 from tests.budgets import budget_between, fits
@@ -133,8 +133,8 @@ def test_infeasibility_is_proven_by_the_programme(monkeypatch: pytest.MonkeyPatc
     """Where neither the bound nor the greedy solver know."""
     problem = unphased_chain(5)
     store_all = solve(problem, None, SolverOptions())
-    monkeypatch.setattr(checkmate, "start_plan", lambda *args: store_all)
-    monkeypatch.setattr(checkmate, "peak_bound", lambda model: 0)
+    monkeypatch.setattr(known_schedule, "start_plan", lambda *args: store_all)
+    monkeypatch.setattr(known_schedule, "peak_bound", lambda model: 0)
     plan = solve(problem, 8, SolverOptions())
     assert (plan.peak_bytes, plan.peak_bound_bytes) == (21, 9)
 

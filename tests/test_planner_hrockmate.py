@@ -13,9 +13,8 @@ from fxremat.core.variants import take
 from fxremat.planner import solve
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.indexed_problem import IndexedProblem, build_model
-from fxremat.planner.published.hrockmate.decomposition import decompose
-from fxremat.planner.published.hrockmate.hrockmate import Hierarchy
-from fxremat.planner.published.hrockmate.level import Level
+from fxremat.planner.published.clusters import Level, decompose
+from fxremat.planner.published.hrockmate import Hierarchy
 from fxremat.planner.published.parts import PartPlans
 from tests.chains import blocks, chains, skipping
 from tests.examples import examples

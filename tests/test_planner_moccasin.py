@@ -15,10 +15,10 @@ from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
 from fxremat.core.timeline import replay
 from fxremat.planner.local import greedy
-from fxremat.planner.options import Progress, SolverOptions
 from fxremat.planner.plans import make_plan
-from fxremat.planner.published import moccasin
+from fxremat.planner.published import known_schedule, moccasin
 from fxremat.planner.published.moccasin import Failed, NotInstalled, solve
+from fxremat.planner.solvers import Progress, SolverOptions
 from tests import brute
 from tests.brute import plain
 from tests.budgets import budget_between, fits
@@ -42,7 +42,7 @@ def test_without_or_tools(monkeypatch: pytest.MonkeyPatch) -> None:
 def alone(problem: Problem, budget: int, monkeypatch: pytest.MonkeyPatch) -> Plan:
     """What CP-SAT finds if only store-all is known."""
     store_all = make_plan(problem, problem.base_steps(), "store all")
-    monkeypatch.setattr(moccasin, "start_plan", lambda *args: store_all)
+    monkeypatch.setattr(known_schedule, "start_plan", lambda *args: store_all)
     return solve(problem, budget, SolverOptions())
 
 

@@ -19,7 +19,7 @@ from fxremat.planner.local.stage_schedule import StageSchedule
 from fxremat.planner.milp import moments
 from fxremat.planner.milp.highs import Milp, Status
 from fxremat.planner.milp.relaxation import Relaxation, extra_runs_for
-from fxremat.planner.options import Progress, SolverOptions
+from fxremat.planner.solvers import Progress, SolverOptions
 from tests.brute import least_time
 from tests.chains import growing_chain
 from tests.examples import examples

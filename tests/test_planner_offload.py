@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fxremat import planner
 from fxremat.core.check import check
-from fxremat.core.problem import Copies, Problem
+from fxremat.core.problem import Copies, Op, Problem, Value
 from fxremat.core.schedule import Move, ops_of, store_all
 from fxremat.core.timeline import replay
 from fxremat.planner import SolverOptions
@@ -46,6 +46,17 @@ def test_a_value_leaves_at_once_and_comes_back_in_time() -> None:
     assert line.time_us == problem.base_time_us
     assert line.timing.stall_us == 0.0
     assert check(problem, line.steps).ok
+
+
+def test_what_one_op_writes_leaves_in_the_order_it_is_written() -> None:
+    """In that of no set of names, which is another in each process."""
+    names = tuple(f"v{k}" for k in range(8))
+    values = (*(Value(name, 10) for name in names), Value("out", 1))
+    ops = (Op("f", (), names, 1.0), Op("g", (), ("out",), 90.0), Op("h", names, (), 1.0))
+    problem = Problem("wide", values, ops, outputs=("out",), copies=TEN_BYTES_PER_US)
+    line = place(problem, ["f", "g", *map(Fetch, names), "h"], None)
+    left = [step.value for step in line.steps if isinstance(step, Move) and step.kind == "to host"]
+    assert left == [*names]
 
 
 def test_without_room_a_value_comes_back_late() -> None:

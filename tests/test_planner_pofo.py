@@ -16,9 +16,9 @@ from fxremat.core.problem import Copies, Op, Problem, Value, validate
 from fxremat.core.timeline import replay
 from fxremat.planner.moves.offload import movable
 from fxremat.planner.moves.transfers import Fetch, Item, place
-from fxremat.planner.options import SolverOptions
-from fxremat.planner.published.chains import pofo, rockmate, rotor
-from fxremat.planner.published.chains.chain import NotAChain
+from fxremat.planner.published import pofo, rockmate, rotor
+from fxremat.planner.published.chain import NotAChain
+from fxremat.planner.solvers import SolverOptions
 from tests import budgets, chains, strategies
 from tests.examples import examples
 

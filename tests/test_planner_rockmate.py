@@ -10,17 +10,16 @@ from fxremat.core.check import check
 from fxremat.core.problem import Problem
 from fxremat.core.timeline import replay
 from fxremat.planner.deadline import Deadline
-from fxremat.planner.options import SolverOptions
-from fxremat.planner.published.chains import block_options, rockmate, rotor
-from fxremat.planner.published.chains.block_options import (
+from fxremat.planner.published import rockmate, rotor
+from fxremat.planner.published.chain import Block, Chain, find_chain, option_cost, store_all
+from fxremat.planner.published.parts import PartPlans
+from fxremat.planner.published.rockmate import (
     BlockOptions,
     held_options,
     pareto,
     part_of,
 )
-from fxremat.planner.published.chains.chain import Block, Chain, find_chain
-from fxremat.planner.published.chains.chain_costs import option_cost, store_all
-from fxremat.planner.published.parts import PartPlans
+from fxremat.planner.solvers import SolverOptions
 from tests import brute, chains
 
 OPTIONS = SolverOptions()
@@ -71,13 +70,13 @@ def test_least_time_of_tiny_blocks() -> None:
 def test_equal_blocks_are_solved_once(monkeypatch: pytest.MonkeyPatch) -> None:
     chain = find_chain(chains.blocks(9))
     solved: list[Block] = []
-    search = block_options.held_options
+    search = rockmate.held_options
 
     def count(chain: Chain, block: Block, deadline: Deadline) -> object:
         solved.append(block)
         return search(chain, block, deadline)
 
-    monkeypatch.setattr(block_options, "held_options", count)
+    monkeypatch.setattr(rockmate, "held_options", count)
     options = BlockOptions(PartPlans(Deadline(None)))
     for block in chain.blocks:
         options.of(chain, block)

@@ -12,11 +12,10 @@ from fxremat.core.check import check
 from fxremat.core.problem import Op, Problem, Value, validate
 from fxremat.core.timeline import replay
 from fxremat.planner.deadline import Deadline
-from fxremat.planner.options import SolverOptions
-from fxremat.planner.published.chains import rockmate, rotor
-from fxremat.planner.published.chains.chain import NotAChain, find_chain
-from fxremat.planner.published.chains.chain_costs import block_costs, store_all
-from fxremat.planner.published.chains.rotor_table import Table
+from fxremat.planner.published import rockmate, rotor
+from fxremat.planner.published.chain import NotAChain, block_costs, find_chain, store_all
+from fxremat.planner.published.rotor import Table
+from fxremat.planner.solvers import SolverOptions
 from tests import brute, chains, strategies
 from tests.examples import examples
 

@@ -12,8 +12,8 @@ from fxremat.core.check import check
 from fxremat.core.problem import Problem
 from fxremat.core.timeline import replay
 from fxremat.planner import SOLVERS, SolverOptions, solve
-from fxremat.planner.published.chains import rotor
-from fxremat.planner.published.chains.chain import NotAChain
+from fxremat.planner.published import rotor
+from fxremat.planner.published.chain import NotAChain
 from tests.brute import least_time
 from tests.chains import growing_chain
 from tests.examples import examples

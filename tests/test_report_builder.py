@@ -8,7 +8,7 @@ from fxremat.compile.report_builder import by_the_bytes_of
 from fxremat.core.problem import Problem
 from fxremat.core.timeline import replay
 from fxremat.planner.local import greedy
-from fxremat.planner.options import SolverOptions
+from fxremat.planner.solvers import SolverOptions
 from tests.chains import homogeneous
 
 

@@ -29,7 +29,7 @@ from fxremat.core.timeline import replay
 from fxremat.core.variants import take
 from fxremat.planner import SolverOptions, front, solve
 from fxremat.planner.deadline import Deadline, interruptible
-from fxremat.planner.options import Progress
+from fxremat.planner.solvers import Progress
 from fxremat.report.front import front_of
 from fxremat.sizes import exact_bytes
 

@@ -41,8 +41,7 @@ from fxremat.memory.gradients_that_stay import (
     with_second_gradients,
     without,
 )
-from fxremat.planner.addresses import place
-from fxremat.planner.partial_arena import PartialArena
+from fxremat.planner.addresses import PartialArena, place
 
 OWN_POOL, ARENA = 1, 2
 """Streams that stand for the graphs' own pool, and for what lies in the arena."""

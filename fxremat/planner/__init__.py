@@ -8,18 +8,19 @@ caller compares ``plan.peak_bytes`` with its budget.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
-from fxremat.planner.budget_front import front
-from fxremat.planner.indexed_problem import build_model
+from fxremat.planner import constants
+from fxremat.planner.deadline import Deadline
+from fxremat.planner.indexed_problem import build_model, peak_bound
 from fxremat.planner.local import greedy
 from fxremat.planner.milp import moments
 from fxremat.planner.moves import offload
-from fxremat.planner.options import ProblemRefused, SolverOptions
-from fxremat.planner.peak_bound import peak_bound
-from fxremat.planner.solvers import MOVING, SOLVERS, Solver, named
+from fxremat.planner.plans import limit_s, not_beaten
+from fxremat.planner.solvers import MOVING, SOLVERS, ProblemRefused, Solver, SolverOptions, named
 from fxremat.planner.variants import choose_and_plan
 
 
@@ -39,11 +40,7 @@ def solve(
     run = named(solver)
     if problem.variants:
         return choose_and_plan.solve(
-            problem,
-            budget_bytes,
-            options,
-            lambda left, near: _quick(left, budget_bytes, options, near),
-            lambda left: solve(left, budget_bytes, solver, options),
+            problem, budget_bytes, options, lambda left: solve(left, budget_bytes, solver, options)
         )
     if problem.copies is not None and solver not in MOVING:
         return offload.solve(problem, budget_bytes, options, run)
@@ -58,27 +55,48 @@ def solve(
     return replace(plan, time_bound_us=min(bound, plan.time_us))
 
 
-def _quick(
-    problem: Problem,
-    budget_bytes: int | None,
-    options: SolverOptions,
-    near: Plan | None,
-) -> Plan:
-    """A plan found with less work, to compare choices of variants by.
-
-    ``near`` is that of an almost equal choice.
-    """
-    if problem.copies is not None:
-        return offload.quick(problem, budget_bytes, options)
-    if near is not None and budget_bytes is not None:
-        return greedy.adapt(near, problem, budget_bytes, options)
-    return greedy.quick(problem, budget_bytes, options)
-
-
 def _proves(plan: Plan, problem: Problem) -> bool:
     """Whether a bound on the time is known that is above the time of store-all, or is reached."""
     base = problem.base_time_us
     return plan.time_us <= base or (plan.time_bound_us or base) > base
+
+
+def front(problem: Problem, options: SolverOptions | None = None) -> tuple[Plan, ...]:
+    """Non-dominated plans: peak strictly decreasing, time strictly increasing."""
+    options = options or SolverOptions()
+    if problem.copies is not None:
+        return tuple(_best(_with_moves(problem, options), problem.base_time_us))
+    known, plans = greedy.whole_front(problem, options), [*greedy.front(problem, options)]
+    slow = [plan for plan in plans if plan.time_us > problem.base_time_us]
+    count = min(constants.FRONT_POINTS, len(slow))
+    picks = [slow[round(k * (len(slow) - 1) / max(1, count - 1))] for k in range(count)]
+    deadline = Deadline(limit_s(problem, options))
+    for k, pick in enumerate(picks):
+        if not deadline.running():
+            break
+        part = Deadline(deadline.left() / (count - k))
+        plans.append(moments.improved(known, pick.peak_bytes, options, part))
+    return tuple(_best(plans, problem.base_time_us))
+
+
+def _with_moves(problem: Problem, options: SolverOptions) -> Iterator[Plan]:
+    """Plans between the fastest and that of least peak, evenly spread, while there is time."""
+    deadline = Deadline(limit_s(problem, options))
+    fastest, least = (offload.quick(problem, budget, options) for budget in (None, 0))
+    yield fastest
+    yield least
+    span = fastest.peak_bytes - least.peak_bytes
+    for k in range(1, constants.FRONT_POINTS // 2):
+        if deadline.running():
+            budget = least.peak_bytes + span * k // (constants.FRONT_POINTS // 2)
+            yield offload.quick(problem, budget, options)
+
+
+def _best(plans: Iterable[Plan], base_us: float) -> list[Plan]:
+    """The plans that none beats. Bounds that hold within one budget are left out."""
+    offered = list(plans)
+    best = not_beaten([(plan.time_us, plan.peak_bytes) for plan in offered])
+    return [replace(offered[k], budget_bytes=None, time_bound_us=base_us) for k in best]
 
 
 __all__ = ["SOLVERS", "ProblemRefused", "Solver", "SolverOptions", "front", "solve"]

@@ -11,12 +11,15 @@ Time is cut into sections. A section is a greatest set of buffers that are alive
 sections are in the order of time. Two buffers are alive at one step exactly if both are in one
 section: lifetimes are intervals, and an interval graph is known by its maximal cliques (Fulkerson
 and Gross, 1965). There are no more sections than buffers, however long the step is.
+
+`PartialArena` places a part of the buffers, and the rest lies with what others allocate outside.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import sys
+from collections.abc import Iterable, Sequence, Set
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 
@@ -26,6 +29,7 @@ import numpy.typing as npt
 from fxremat.core.addresses import Buffer, Placement
 from fxremat.planner import constants
 from fxremat.planner.deadline import Deadline
+from fxremat.planner.indexed_problem import live_bytes
 
 Ints = npt.NDArray[np.int64]
 
@@ -78,7 +82,7 @@ class Draft:
 
     def or_better(self, offsets: Sequence[int | None]) -> Draft:
         """This, or these offsets if their arena is smaller."""
-        arena_bytes = arena_of(self.sections, offsets)
+        arena_bytes = max(_tops(self.sections, offsets), default=0)
         if arena_bytes >= self.arena_bytes:
             return self
         return Draft(self.sections, tuple(offsets), arena_bytes)
@@ -117,10 +121,10 @@ class Outside:
         return True
 
 
-def arena_of(sections: Sections, offsets: Sequence[int | None]) -> int:
-    """The bytes up to the highest top."""
+def _tops(sections: Sections, offsets: Sequence[int | None]) -> list[int]:
+    """The end of each buffer; 0 for what lies outside."""
     pairs = zip(offsets, sections.size, strict=True)
-    return max((offset + size for offset, size in pairs if offset is not None), default=0)
+    return [0 if offset is None else offset + size for offset, size in pairs]
 
 
 @dataclass(frozen=True)
@@ -144,15 +148,7 @@ class Sections:
     @cached_property
     def live_bytes(self) -> tuple[int, ...]:
         """The sum of the sizes in each section."""
-        change = [0] * (self.count + 1)
-        for begin, end, size in zip(self.begin, self.end, self.size, strict=True):
-            change[begin] += size
-            change[end] -= size
-        live, total = [], 0
-        for step in change[:-1]:
-            total += step
-            live.append(total)
-        return tuple(live)
+        return tuple(live_bytes(zip(self.begin, self.end, self.size, strict=True), self.count))
 
     @cached_property
     def least_bytes(self) -> int:
@@ -162,10 +158,7 @@ class Sections:
 
 def split_into_sections(buffers: Sequence[Buffer]) -> list[Sections]:
     """The buffers in sections, in parts: nothing is alive in two of them."""
-    order = sorted(
-        (buffer for buffer in buffers if buffer.size_bytes),
-        key=lambda buffer: (buffer.begin, buffer.end, buffer.size_bytes, buffer.name),
-    )
+    order = _solid(buffers)
     parts: list[list[Buffer]] = []
     alive_until = None
     for buffer in order:
@@ -175,6 +168,12 @@ def split_into_sections(buffers: Sequence[Buffer]) -> list[Sections]:
         parts[-1].append(buffer)
         alive_until = max(alive_until, buffer.end)
     return [in_sections(part) for part in parts]
+
+
+def _solid(buffers: Iterable[Buffer]) -> list[Buffer]:
+    """Those with bytes, in the order of time."""
+    solid = (one for one in buffers if one.size_bytes)
+    return sorted(solid, key=lambda one: (one.begin, one.end, one.size_bytes, one.name))
 
 
 def in_sections(buffers: Sequence[Buffer]) -> Sections:
@@ -207,19 +206,15 @@ def place_in_order(
     """
     placed = _Placed(len(order))
     offsets: list[int | None] = [None] * len(order)
-    live = None if outside is None else outside.live_bytes.copy()
+    live = np.zeros(0, dtype=np.int64) if outside is None else outside.live_bytes.copy()
     for index in order:
         if outside is not None and index in outside.kept:
             continue
         begin, end = sections.begin[index], sections.end[index]
         size, alignment = sections.size[index], sections.alignment[index]
         offset = placed.gap_for(begin, end, size, alignment, best_fit)
-        if (
-            outside is not None
-            and live is not None
-            and offset + size > outside.goal
-            and outside.takes(live, index, slice(begin, end))
-        ):
+        span = slice(begin, end)
+        if outside and offset + size > outside.goal and outside.takes(live, index, span):
             continue
         offsets[index] = offset
         placed.insert(begin, end, offset, offset + size)
@@ -293,3 +288,144 @@ class _Placed:
         rows[:, at + 1 : count + 1] = rows[:, at:count]
         rows[:, at] = (begin, end, offset, top)
         self.count += 1
+
+
+# -- a part of the buffers -------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PartialArena:
+    """An arena for ``buffers``; the rest lies outside with the ``others``, which may not lie in it.
+
+    An arena is held all the time, so what lies outside adds its own peak, wherever that is. Where
+    much is outside at other times than at the peak of all, some of what is alive at the peak is
+    better kept outside, too: then the arena is smaller by as much, and the memory outside is used
+    at both times.
+
+        arena    ▁▃▅▇██▅▃▁▁▁      arena    ▁▃▅▆▆▆▅▃▁▁▁
+        outside  ▁▁▁▁▁▁▁▂▃▃▁      outside  ▁▁▁▁▃▃▁▂▃▃▁     less in all
+
+    Outside of the arena sizes are rounded up to multiples of ``unit`` bytes. Names are unique.
+    """
+
+    buffers: Sequence[Buffer]
+    others: Sequence[Buffer]
+    unit: int
+
+    @cached_property
+    def peak_bytes(self) -> int:
+        """The most that is alive at one step, were all of it outside."""
+        return int(self._live_of(range(len(self._all))).max(initial=0))
+
+    @cached_property
+    def least_outside(self) -> int:
+        """The most of the others that is alive at one step."""
+        return int(self._live_of(self._others).max(initial=0))
+
+    def total_bytes(self, placement: Placement) -> int:
+        """The arena, and the most that is alive outside of it."""
+        found = placement.offset_bytes
+        outside = (k for k, one in enumerate(self._all) if one.name not in found)
+        return placement.arena_bytes + int(self._live_of(outside).max(initial=0))
+
+    def place(self, part: float) -> Placement:
+        """With this part of the peak outside, or so much more that the others have room there.
+
+        What fits neither the arena nor the room outside makes the arena larger. If it is alive at
+        the peak, there is a second try with it outside. The placement names what lies in the arena.
+        """
+        kept, best = self._first_outside(part), Placement({}, sys.maxsize)
+        for _ in range(2):
+            kept |= self._to_balance(kept)
+            live = self._live_of(kept)
+            room = int(live.max(initial=0))
+            outside = Outside(self.peak_bytes - room, room, live, frozenset(kept), self._bytes)
+            draft = Draft(self._sections, (None,) * len(self._all), sys.maxsize)
+            draft = draft.by_greedy(outside.goal, Deadline(None), outside)
+            found = placement([], [draft])
+            if self.total_bytes(found) >= self.total_bytes(best):
+                break
+            best = found
+            tops = _tops(self._sections, draft.offsets)
+            kept |= {k for k in self._at_peak if tops[k] > outside.goal}
+        return best
+
+    def _first_outside(self, part: float) -> set[int]:
+        """The others; of what is alive at the peak all that would leave gaps, and the ``part``.
+
+        The part is first what is not alive at the highest of the other peaks: there it would leave
+        a gap, too. Then it is what takes the most bytes for the shortest time.
+        """
+        sections, live = self._sections, self._live_of(range(len(self._all)))
+        before = np.maximum.accumulate(np.append(0, live))
+        after = np.maximum.accumulate(np.append(live, 0)[::-1])[::-1]
+
+        def gap(k: int) -> tuple[int, float]:
+            """The highest peak of those before and after it, and bytes for each section."""
+            begin, end = sections.begin[k], sections.end[k]
+            return max(int(before[begin]), int(after[end])), self._bytes[k] / (end - begin)
+
+        unaligned = {k for k in self._at_peak if self._bytes[k] != sections.size[k]}
+        kept, left = {*self._others, *unaligned}, int(part * self.peak_bytes)
+        for one in sorted(self._at_peak - kept, key=gap, reverse=True):
+            if left <= 0:
+                break
+            kept.add(one)
+            left -= self._bytes[one]
+        return kept
+
+    def _to_balance(self, kept: Set[int]) -> set[int]:
+        """What has to be kept outside, too, so that most is outside at the peak of all."""
+        live, at, more = self._live_of(kept), self._peak_section, set[int]()
+
+        def beyond(k: int) -> int:
+            """How much more would be outside at another step than at the peak."""
+            most = max(int(live.max()), int(live[self._span(k)].max()) + self._bytes[k])
+            return most - int(live[at]) - self._bytes[k]
+
+        rest = sorted(self._at_peak - kept)
+        while rest and live[at] < live.max():
+            one = min(rest, key=beyond)
+            if beyond(one) >= live.max() - live[at]:
+                break
+            rest.remove(one)
+            more.add(one)
+            live[self._span(one)] += self._bytes[one]
+        return more
+
+    @cached_property
+    def _all(self) -> list[Buffer]:
+        return _solid((*self.buffers, *self.others))
+
+    @cached_property
+    def _bytes(self) -> list[int]:
+        """Of each buffer outside of the arena."""
+        return [replace(one, alignment_bytes=self.unit).padded_bytes for one in self._all]
+
+    @cached_property
+    def _sections(self) -> Sections:
+        return in_sections(self._all)
+
+    @cached_property
+    def _others(self) -> frozenset[int]:
+        names = {one.name for one in self.others}
+        return frozenset(k for k, one in enumerate(self._all) if one.name in names)
+
+    @cached_property
+    def _peak_section(self) -> int:
+        return int(np.argmax(self._live_of(range(len(self._all)))))
+
+    @cached_property
+    def _at_peak(self) -> frozenset[int]:
+        """What may lie in the arena and is alive at the peak."""
+        begin, end, peak = self._sections.begin, self._sections.end, self._peak_section
+        there = (k for k in range(len(self._all)) if begin[k] <= peak < end[k])
+        return frozenset(there) - self._others
+
+    def _live_of(self, indices: Iterable[int]) -> Ints:
+        begin, end, count = self._sections.begin, self._sections.end, self._sections.count
+        spans = ((begin[k], end[k], self._bytes[k]) for k in indices)
+        return np.array(live_bytes(spans, count), dtype=np.int64)
+
+    def _span(self, index: int) -> slice:
+        return slice(self._sections.begin[index], self._sections.end[index])

@@ -15,9 +15,8 @@ from fxremat.planner import constants
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.indexed_problem import build_model
 from fxremat.planner.milp import moments
-from fxremat.planner.options import SolverOptions
-from fxremat.planner.plans import limit_s
-from fxremat.planner.solvers import named
+from fxremat.planner.plans import limit_s, rank
+from fxremat.planner.solvers import SolverOptions, named
 
 
 def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) -> Plan:
@@ -91,13 +90,9 @@ def _is_solved(plan: Plan, problem: Problem, gap: float) -> bool:
 
 def _better(one: Plan, other: Plan) -> Plan:
     """The better plan, with what both prove."""
-    assert one.budget_bytes is not None
-    budget = one.budget_bytes
-    best = min(one, other, key=lambda plan: (max(plan.peak_bytes, budget), plan.time_us))
-    times = [plan.time_bound_us for plan in (one, other) if plan.time_bound_us is not None]
-    peaks = [plan.peak_bound_bytes for plan in (one, other) if plan.peak_bound_bytes is not None]
-    return replace(
-        best,
-        time_bound_us=max(times, default=None),
-        peak_bound_bytes=max(peaks, default=None),
-    )
+    both = one, other
+    best = min(both, key=lambda plan: rank(plan, one.budget_bytes))
+    times = (plan.time_bound_us for plan in both if plan.time_bound_us is not None)
+    peaks = (plan.peak_bound_bytes for plan in both if plan.peak_bound_bytes is not None)
+    least = max(peaks, default=None)
+    return replace(best, time_bound_us=max(times, default=None), peak_bound_bytes=least)

@@ -35,10 +35,6 @@ class Deadline:
         """Seconds since the deadline was made."""
         return time.perf_counter() - self.started
 
-    def part(self, seconds: float) -> Deadline:
-        """A deadline so many seconds from now, or this one where that is sooner."""
-        return Deadline(min(seconds, self.left()))
-
 
 @contextmanager
 def interruptible() -> Iterator[None]:

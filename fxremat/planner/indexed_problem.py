@@ -6,9 +6,11 @@ every profile. Outputs stay once written, so they have no gaps and no further co
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
+from operator import add
 
 from fxremat.core.problem import Problem
 
@@ -64,16 +66,19 @@ class IndexedProblem:
         return last
 
     @cached_property
+    def written_bytes(self) -> list[int]:
+        """What an op writes."""
+        return [sum(self.bytes[value] for value in values) for values in self.writes]
+
+    @cached_property
     def time_per_byte(self) -> list[float]:
         """An op's time per byte written."""
-        written = (sum(self.bytes[value] for value in values) for values in self.writes)
-        return [time / max(1, size) for time, size in zip(self.time, written, strict=True)]
+        return [t / max(1, size) for t, size in zip(self.time, self.written_bytes, strict=True)]
 
     @cached_property
     def own_bytes(self) -> list[int]:
         """What an op writes, and its workspace."""
-        written = (sum(self.bytes[value] for value in values) for values in self.writes)
-        return [size + own for size, own in zip(self.workspace, written, strict=True)]
+        return list(map(add, self.workspace, self.written_bytes))
 
     def evictable(self, value: int) -> bool:
         """Whether the value may be freed and computed again."""
@@ -84,6 +89,15 @@ class IndexedProblem:
         """Steps by op name."""
         ops = self.problem.ops
         return tuple(ops[step].name for step in steps)
+
+
+def live_bytes(spans: Iterable[tuple[int, int, int]], count: int) -> list[int]:
+    """The sum of the sizes at each of so many places; spans are (first, stop, size)."""
+    change = [0] * (count + 1)
+    for first, stop, size in spans:
+        change[first] += size
+        change[stop] -= size
+    return list(accumulate(change[:count]))
 
 
 def _unique(items: Iterable[int]) -> tuple[int, ...]:
@@ -117,3 +131,47 @@ def build_model(problem: Problem) -> IndexedProblem:
         is_output=[name in outputs for name in names],
         inputs=tuple(index[name] for name in dict.fromkeys(problem.inputs) if name in index),
     )
+
+
+def peak_bound(model: IndexedProblem) -> int:
+    """A lower bound on the peak of every schedule whose first runs come in base order.
+
+    At the first run of op ``i`` these are live:
+
+    * the resident values, and the outputs written by earlier ops;
+    * what the op reads and writes, less what it may take over in place, and its workspace;
+    * inputs, and values of earlier ops that are not repeatable, if op ``i`` or a later one reads
+      them: that read is still to come, and nothing can bring the value back.
+
+    The bound is the largest such sum. With another order of the first runs fewer outputs might be
+    live at the worst op, so the bound is proven for base order only.
+    """
+    last = [max(read, op, 0) for read, op in zip(model.last_reads, model.writer, strict=True)]
+    spans = [_span(model, value, until) for value, until in enumerate(last)]
+    known = ((*span, size) for span, size in zip(spans, model.bytes, strict=True) if span)
+    pinned, floor = live_bytes(known, model.n), model.problem.resident_bytes
+    own = (_own_bytes(model, op, spans, last) for op in range(model.n))
+    return floor + max(map(add, pinned, own), default=0)
+
+
+def _span(model: IndexedProblem, value: int, last: int) -> tuple[int, int] | None:
+    """The stages, first and stop, at which the value is certainly live; None if none is certain."""
+    if model.evictable(value):
+        return None
+    return max(model.writer[value], 0), model.n if model.is_output[value] else last + 1
+
+
+def _own_bytes(
+    model: IndexedProblem, op: int, spans: Sequence[tuple[int, int] | None], last: Sequence[int]
+) -> int:
+    """Bytes of the op itself that are not among the certain ones already."""
+    size = model.workspace[op]
+    for value in (*model.reads[op], *model.writes[op]):
+        span = spans[value]
+        if span is None or not span[0] <= op < span[1]:
+            size += model.bytes[value]
+    # A pair may be taken over in place only if its read can die here.
+    for read, write in model.inplace[op]:
+        if model.evictable(read) or last[read] <= op:
+            size -= min(model.bytes[read], model.bytes[write])
+    return size

@@ -25,8 +25,8 @@ from fxremat.core.variants import take
 from fxremat.disk_cache import Answers, Question
 from fxremat.planner import solve
 from fxremat.planner.deadline import Deadline
-from fxremat.planner.options import SolverOptions
 from fxremat.planner.plans import claimed_plan
+from fxremat.planner.solvers import SolverOptions
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import wraps
+from typing import Any, TypeVar
+
+import numpy as np
 
 from fxremat.core.json_data import from_data
 from fxremat.core.plan import Plan
@@ -13,7 +18,11 @@ from fxremat.core.problem import Problem
 from fxremat.core.schedule import Step, ops_of
 from fxremat.core.timeline import replay
 from fxremat.planner import constants
-from fxremat.planner.options import SolverOptions
+from fxremat.planner.deadline import Deadline
+from fxremat.planner.solvers import SolverOptions
+
+Answer = TypeVar("Answer")
+Search = Callable[[Problem, SolverOptions], Answer]
 
 
 def limit_s(problem: Problem, options: SolverOptions) -> float:
@@ -77,3 +86,47 @@ def _may_run(problem: Problem, steps: Sequence[Step]) -> bool:
     return tuple(dict.fromkeys(ops)) == problem.base_steps() and all(
         op.repeatable or counts[op.name] == 1 for op in problem.ops
     )
+
+
+def rank(plan: Plan, budget_bytes: int | None) -> tuple[int, float]:
+    """Less is better: plans that fit first, by time; the others by peak."""
+    over = budget_bytes is not None and plan.peak_bytes > budget_bytes
+    return plan.peak_bytes if over else 0, plan.time_us
+
+
+def not_beaten(figures: Sequence[Sequence[float]], most: int = sys.maxsize) -> list[int]:
+    """The places of the rows that no other beats in all figures, by the first figure.
+
+    Of equal rows it is the first. Where they are more than ``most``, they are thinned evenly.
+    """
+    rows, kept = np.array(figures, dtype=np.float64), list[int]()
+    for at in map(int, np.lexsort(rows.T[::-1])) if len(rows) else ():
+        if not (rows[kept] <= rows[at]).all(axis=1).any():
+            kept.append(at)
+    return kept[:: max(1, -(-len(kept) // most))]
+
+
+def remembered(search: Search[Answer]) -> Search[Answer]:
+    """The search, done once for equal ones of the last few problems, with equal options.
+
+    What Ctrl-C cut short is not kept. A search that had time left is the answer whatever the time
+    limit is: it looks at the clock only to see whether it has to stop.
+    """
+    known: dict[tuple[Problem, SolverOptions], Answer] = {}
+
+    @wraps(search)
+    def answer(problem: Problem, options: SolverOptions) -> Answer:
+        unlimited = replace(options, time_limit_s=None)
+        for key in ((problem, unlimited), (problem, options)):
+            if key in known:
+                return known[key]
+        deadline = Deadline(options.time_limit_s)
+        found = search(problem, options)
+        if Deadline(None).running():
+            key = problem, unlimited if deadline.running() else options
+            while len(known) >= constants.REMEMBERED:
+                del known[next(iter(known))]
+            known[key] = found
+        return found
+
+    return answer

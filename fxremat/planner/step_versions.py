@@ -16,9 +16,10 @@ from collections.abc import Sequence
 
 from fxremat.core.constants import MEASURABLE
 from fxremat.core.step import Step, StepPoint, Version
+from fxremat.planner import plans
 from fxremat.planner.constants import GAP, NODES
 from fxremat.planner.deadline import Deadline
-from fxremat.planner.milp.highs import TOLERANCE, Milp, Status, Term
+from fxremat.planner.milp.highs import TOLERANCE, Milp, Term
 
 Chosen = tuple[int, ...]
 """The version of each run, by its place among those of its part."""
@@ -54,12 +55,10 @@ def saving_least(step: Step, budget_bytes: int) -> Chosen:
 
 
 def _within(step: Step, budget_bytes: int, most_versions: int) -> Chosen | None:
-    asked = budget_bytes
-    for _ in range(2):
+    for asked in (budget_bytes, int((1 - TOLERANCE) * budget_bytes) - 1):
         found = _Programme(step, most_versions).solve(asked)
         if found is None or step.peak_bytes(found) <= budget_bytes:
             return found
-        asked = int((1 - TOLERANCE) * asked) - 1
     return None
 
 
@@ -72,17 +71,7 @@ def lowest(step: Step, most_versions: int = 2) -> Chosen:
 
 def not_beaten(versions: Sequence[Version]) -> list[int]:
     """The places of those that no other one beats in time and in all bytes."""
-
-    def beats(one: Version, other: Version) -> bool:
-        pairs = list(zip(one.figures, other.figures, strict=True))
-        return all(a <= b for a, b in pairs) and any(a < b for a, b in pairs)
-
-    kept: list[int] = []
-    for k, version in enumerate(versions):
-        twin = any(versions[other].figures == version.figures for other in kept)
-        if not twin and not any(beats(other, version) for other in versions):
-            kept.append(k)
-    return kept
+    return sorted(plans.not_beaten([version.figures for version in versions]))
 
 
 class _Programme:
@@ -125,7 +114,7 @@ class _Programme:
         for point in self.step.points:
             self._fit(point, budget_bytes)
         solution = self.milp.solve(Deadline(None), nodes=12 * NODES, gap=GAP)
-        if solution.status in (Status.INFEASIBLE, Status.UNDECIDED):
+        if solution.values is None:
             return None
         return tuple(
             next(v for v, column in columns.items() if solution.chosen(column))

@@ -76,10 +76,7 @@ class _Reader:
         def read(source: fx.Node) -> Any:
             return self.seen(source), _kind(source)
 
-        return (
-            *(with_nodes_as(each, read) for each in node.args),
-            with_nodes_as(node.kwargs, read),
-        )
+        return tuple(with_nodes_as(each, read) for each in (*node.args, node.kwargs))
 
     def run(self, graph: fx.Graph) -> Iterator[tuple[fx.Node, int]]:
         """Every call that computes something, and what it gave."""
@@ -134,17 +131,14 @@ def _check_write(node: fx.Node, kept: dict[fx.Node, str]) -> None:
     whole = tensor is not None and is_dense(tensor)
     if not whole or (target is not owner and not regroups(target, owner)):
         _fail(f"{node.name} writes over {target.name}, which is not all of its memory, in order")
-    if any(root(n) is owner for n in pytree.tree_leaves(node.args[1:]) if _is_node(n)):
+    others = (n for n in pytree.tree_leaves(node.args[1:]) if isinstance(n, fx.Node))
+    if any(root(n) is owner for n in others):
         _fail(f"{node.name} reads {owner.name} while it writes over it")
     half = node.meta.get("partitioner_tag")
     if half not in ("must_be_in_forward", "must_be_in_backward"):
         _fail(f"{node.name} belongs to neither half")
     if half == "must_be_in_backward" and owner in kept:
         _fail(f"{node.name} writes over {owner.name}, which the forward {kept[owner]}")
-
-
-def _is_node(leaf: Any) -> bool:
-    return isinstance(leaf, fx.Node)
 
 
 def _stand_ins(before: fx.Graph, after: fx.Graph) -> dict[fx.Node, OpOverload]:
@@ -177,9 +171,8 @@ def check_in_place(
 
     ``saved`` are the names of the nodes of ``after`` that its forward saves for its backward.
     """
-    meant = _stand_ins(before, after)
-    numbers: dict[Any, int] = {}
-    first = _Reader(numbers, {})
+    meant, numbers = _stand_ins(before, after), dict[Any, int]()
+    first, second = _Reader(numbers, {}), _Reader(numbers, meant)
     kinds: dict[int, set[Any]] = {}
     for node, number in first.run(before):
         kinds.setdefault(number, set()).add(_kind(node))
@@ -187,7 +180,6 @@ def check_in_place(
     kept = {root(n): "saved" for n in after.nodes if n.name in names}
     returned = results_of(after)[:num_forward_outputs]
     kept |= {root(n): "returned" for n in returned if isinstance(n, fx.Node)}
-    second = _Reader(numbers, meant)
     for node in meant:
         _check_write(node, kept)
     for node, number in second.run(after):

@@ -178,11 +178,7 @@ def check_arrivals(graph: fx.Graph) -> None:
             gone.add(root(node.args[0]))
 
 
-def check_data_flow(
-    original: fx.Graph,
-    rewritten: fx.Graph,
-    mutated: Iterable[str],
-) -> None:
+def check_data_flow(original: fx.Graph, rewritten: fx.Graph, mutated: Iterable[str]) -> None:
     """Raise `VerificationFailed` unless both graphs compute the same results."""
     numbering = Numbering(frozenset(mutated))
     before, after = numbering.read(original), numbering.read(rewritten)

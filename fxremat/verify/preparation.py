@@ -106,12 +106,6 @@ class _NodeBefore:
         )
 
 
-def _seen(graph: fx.Graph) -> list[_NodeBefore]:
-    return [
-        _NodeBefore(n, n.name, n.op, n.target, n.args, n.kwargs, dict(n.meta)) for n in graph.nodes
-    ]
-
-
 def _graph_of(seen: Iterable[_NodeBefore]) -> fx.Graph:
     graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
     for one in seen:
@@ -131,7 +125,10 @@ class BeforePass:
         self, name: str, rights: Rights, graph: fx.Graph, *, num_forward_outputs: int
     ) -> None:
         self.name, self.rights, self.early = name, rights, num_forward_outputs
-        self.seen = _seen(graph)
+        self.seen = [
+            _NodeBefore(n, n.name, n.op, n.target, n.args, n.kwargs, dict(n.meta))
+            for n in graph.nodes
+        ]
         self.written = written_inputs(graph)
         self.numbering = SumNumbering(self.written, sums=rights.regroup, clones=rights.clone)
 

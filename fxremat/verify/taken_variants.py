@@ -88,7 +88,7 @@ class _Numbers:
             elif is_fetch(node) or is_put(node):
                 of[node] = of[node.all_input_nodes[0]]
             elif node.op == "call_function":
-                key = (node.target, self.arguments(node, of, written))
+                key = (node.target, _arguments(node, of, written))
                 if not (is_view(node) or is_function(node)):
                     key = (*key, node.name)  # type: ignore[assignment]
                     once[node.name] = self.number(key)
@@ -97,12 +97,12 @@ class _Numbers:
                     written[root(node.args[0])] = of[node]
         return of, once
 
-    @staticmethod
-    def arguments(node: fx.Node, of: dict[fx.Node, int], written: dict[fx.Node, int]) -> Any:
-        def read(source: fx.Node) -> Any:
-            return "node", of[source], written.get(root(source))
 
-        return with_nodes_as(node.args, read), with_nodes_as(node.kwargs, read)
+def _arguments(node: fx.Node, of: dict[fx.Node, int], written: dict[fx.Node, int]) -> Any:
+    def read(source: fx.Node) -> Any:
+        return "node", of[source], written.get(root(source))
+
+    return with_nodes_as((node.args, node.kwargs), read)
 
 
 class _Comparison:

@@ -10,42 +10,139 @@ the way is a plan of its own, so that one path is a whole front.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from fxremat.planner import constants
+from fxremat.planner.deadline import Deadline
 from fxremat.planner.indexed_problem import INPUT
-from fxremat.planner.local.evictions import Eviction, fits_without, plan_eviction, unread_after
 from fxremat.planner.local.gap_table import GapTable
-from fxremat.planner.local.pareto_front import ParetoFront
-from fxremat.planner.local.stage_schedule import ExtraRun, StageSchedule, Undo
+from fxremat.planner.local.stage_schedule import ExtraRun, ParetoFront, StageSchedule, Undo
+
+HOLD_RATES = (math.inf, 0.0)
+"""Tried in turn: a read that costs more time per byte is held, and not computed again as well."""
 
 
-@dataclass(frozen=True)
-class GapRanking:
-    """How gaps are ranked: by added time per byte, divided by a power of the gap's length.
+class Eviction(NamedTuple):
+    """Extra runs to add and to remove so that an op's values need not be held up to a stage.
 
-    ``length_exponent`` is that power. ``hold_rates`` are tried in turn: a read that costs more
-    time per byte than this is held, and not computed again as well.
+    ``added_time`` is in microseconds; ``held_longer`` are reads that are held, not computed again.
     """
 
-    length_exponent: float = 0.0
-    hold_rates: tuple[float, ...] = (math.inf, 0.0)
+    add: tuple[ExtraRun, ...]
+    remove: tuple[ExtraRun, ...]
+    added_time: float
+    held_longer: tuple[int, ...]
+
+
+def plan_eviction(
+    state: StageSchedule, op: int, stage: int, rate: float, limit: int, relief: int
+) -> Eviction:
+    """What running ``op`` again in ``stage`` takes: the op and, recursively, those that it needs.
+
+    These are the ops whose values it reads and which are not there. A read that cannot be computed
+    again is held longer instead. So is one that costs more time per byte than ``rate``. This is
+    Checkmate's closed form for R given S (arXiv 1910.02653, section 4.7); S is chosen on the way.
+
+    ``relief`` are the bytes that the eviction frees. A read that could be computed again is held
+    longer only while it takes less than that, and while the profile so relieved stays below
+    ``limit``.
+    """
+    model = state.model
+    add: dict[int, None] = {}
+    held: dict[int, None] = {}
+    stack = [op]
+    state.work += 20
+    while stack:
+        top = stack.pop()
+        if top in add:
+            continue
+        add[top] = None
+        state.work += 5
+        for read in model.reads[top]:
+            if read in held or model.writer[read] in add or state.available(read, stage):
+                continue
+            if not model.evictable(read):
+                held[read] = None
+            elif relief > model.bytes[read] and _may_hold(state, read, stage, rate, limit + relief):
+                held[read] = None
+                relief -= model.bytes[read]
+            else:
+                stack.append(model.writer[read])
+    remove = _spared(state, add, op, stage, limit)
+    time = model.time
+    added = sum(time[run] for run in add) - sum(time[run] for run, _ in remove)
+    kept = tuple(read for read in held if model.writer[read] not in add)
+    return Eviction(tuple((run, stage) for run in add), remove, added, kept)
+
+
+def _may_hold(state: StageSchedule, value: int, stage: int, rate: float, limit: int) -> bool:
+    size, time = state.model.bytes[value], state.model.time[state.model.writer[value]]
+    if time <= rate * size:  # not so where a value of no bytes has any rate
+        return False
+    return state.peak_between(state.held_until(value, stage), stage) + size < limit
+
+
+def _spared(
+    state: StageSchedule, add: dict[int, None], first: int, stage: int, limit: int
+) -> tuple[ExtraRun, ...]:
+    """Later runs of the added ops that are not needed any more: the new copies fit until then."""
+    out = []
+    for op in add:
+        runs = state.runs[op]
+        k = bisect_right(runs, stage)
+        if op != first and k < len(runs) and fits_without(state, op, k, stage, limit):
+            out.append((op, runs[k]))
+    return tuple(out)
+
+
+def fits_without(state: StageSchedule, op: int, k: int, since: int, limit: int) -> bool:
+    """Whether run ``k`` can be left out, if the copies of the run before are held from ``since``.
+
+    An estimate: only the stages between are looked at, and not those that use the copies.
+    """
+    model = state.model
+    state.work += 10
+    runs = state.runs[op]
+    stage = runs[k]
+    end = runs[k + 1] if k + 1 < len(runs) else model.n
+    highest = state.peak_between(since, stage)
+    for value in model.writes[op]:
+        uses = state.uses[value]
+        j = bisect_left(uses, stage)
+        if not model.is_output[value] and j < len(uses) and uses[j] < end:
+            highest += model.bytes[value]
+    return highest < limit
+
+
+def unread_after(state: StageSchedule, removed: tuple[ExtraRun, ...]) -> tuple[ExtraRun, ...]:
+    """Extra runs that nothing reads any more now that ``removed`` are gone."""
+    model = state.model
+    out: dict[ExtraRun, None] = {}
+    for op, stage in removed:
+        for writer in (model.writer[v] for v in model.reads[op] if not model.is_output[v]):
+            runs = () if writer == INPUT else state.runs[writer]
+            k = bisect_right(runs, stage) - 1
+            if k > 0 and not state.is_read((writer, runs[k])):
+                out[(writer, runs[k])] = None
+    return tuple(out)
 
 
 @dataclass
 class EditableSchedule:
     """A stage schedule under local search.
 
-    ``noise`` has a factor for each op, by which its gaps are ranked lower or higher.
+    Gaps are ranked by added time per byte, divided by the power ``length_exponent`` of their
+    length. ``noise`` has a factor for each op, by which its gaps are ranked lower or higher.
     """
 
     state: StageSchedule
-    ranking: GapRanking = GapRanking()
+    length_exponent: float = 0.0
     noise: npt.NDArray[np.float64] | None = None
     journal: list[Undo] = field(default_factory=list)
 
@@ -130,10 +227,9 @@ class EditableSchedule:
 
     def _factors(self, slots: npt.NDArray[np.intp]) -> npt.NDArray[np.float64]:
         """What the ranking multiplies each gap's score by."""
-        gaps, ranking = self.gaps, self.ranking
-        out = np.ones(len(slots))
-        if ranking.length_exponent:
-            out /= (gaps.next_use[slots] - gaps.last_use[slots]) ** ranking.length_exponent
+        gaps, out = self.gaps, np.ones(len(slots))
+        if self.length_exponent:
+            out /= (gaps.next_use[slots] - gaps.last_use[slots]) ** self.length_exponent
         if self.noise is not None:
             out *= self.noise[gaps.op[slots]]
         return out
@@ -146,7 +242,7 @@ class EditableSchedule:
         best, least = None, math.inf
         if not relief:
             return None, math.inf
-        for rate in self.ranking.hold_rates:
+        for rate in HOLD_RATES:
             eviction = plan_eviction(self.state, op, stage, rate, limit, relief)
             score = self._price(eviction, stage, worst, relief)
             if score < least:
@@ -176,9 +272,11 @@ class EditableSchedule:
 
     def keep(self, run: ExtraRun, limit: int) -> bool:
         """Leave out an extra run, and what only it needed, if the peak stays within limit."""
-        if not self._may_keep(run, limit):
+        state, done, (op, stage) = self.state, list[Undo](), run
+        # Whether the values fit between the stages; those that use them are not looked at.
+        since = max(state.held_until(value, stage) for value in self.gaps.values[op])
+        if not fits_without(state, op, bisect_left(state.runs[op], stage), since, limit + 1):
             return False
-        state, done = self.state, []
         runs: tuple[ExtraRun, ...] = (run,)
         while runs:
             done.append(state.change((), runs))
@@ -200,15 +298,7 @@ class EditableSchedule:
 
     def remove_unread(self, runs: tuple[ExtraRun, ...]) -> None:
         """Leave out those of the runs that nothing reads."""
-        idle = tuple(run for run in runs if not self.state.is_read(run))
-        self.remove_runs(idle)
-
-    def _may_keep(self, run: ExtraRun, limit: int) -> bool:
-        """Whether the values fit between the stages; the stages that use them are not looked at."""
-        op, stage = run
-        since = max(self.state.held_until(value, stage) for value in self.gaps.values[op])
-        k = bisect_left(self.state.runs[op], stage)
-        return fits_without(self.state, op, k, since, limit + 1)
+        self.remove_runs(tuple(run for run in runs if not self.state.is_read(run)))
 
     def keep_what_fits(self, limit: int, runs: Iterable[ExtraRun] | None = None) -> None:
         """Leave out every extra run without which the peak stays within the limit.
@@ -248,7 +338,7 @@ def descend(search: EditableSchedule, front: ParetoFront, target: int, work: int
         if state.max_peak() < offered - grain:
             offered = state.max_peak()
             front.offer(state)
-        if not _step(search):
+        if not (search.evict() or (search.gaps.unblock() and search.evict())):
             break
         steps += 1
         if steps >= next_keep:
@@ -262,11 +352,12 @@ def descend(search: EditableSchedule, front: ParetoFront, target: int, work: int
     front.offer(state)
 
 
-def _step(search: EditableSchedule) -> bool:
-    return search.evict() or (search.gaps.unblock() and search.evict())
-
-
-def evict_all(search: EditableSchedule, work: int) -> None:
-    """Evict until no eviction helps or the work is done; every change can be rolled back."""
-    while search.state.work < work and search.evict():
-        pass
+def descend_from_store_all(
+    front: ParetoFront, target: int, works: Iterable[int], deadline: Deadline
+) -> None:
+    """Paths from store-all, one with each weight of a gap's length in its rank."""
+    store_all = StageSchedule(front.model)
+    front.offer(store_all)
+    for length, work in zip(constants.HALVES, works, strict=False):
+        if deadline.running() and front.model.n:
+            descend(EditableSchedule(store_all.copy(), length), front, target, work)

@@ -108,19 +108,17 @@ class GapTable:
     def _gaps_of(self, op: int) -> list[Gap]:
         """The op's gaps, one for each next use, with the bytes of all values that a run makes."""
         found: dict[int, tuple[int, int]] = {}
-        values = self.values[op]
+        values, state, sizes = self.values[op], self.state, self.state.model.bytes
         for value in values:
-            size = self.state.model.bytes[value]
             for low, high in self._gaps_of_value(value):
-                if high not in found or size > found[high][1]:
-                    found[high] = (low, size)
+                if high not in found or sizes[value] > found[high][1]:
+                    found[high] = (low, sizes[value])
         if len(values) == 1:
             return [(low, high, size) for high, (low, size) in found.items()]
-        return [(low, high, self._relief(values, high)) for high, (low, _) in found.items()]
-
-    def _relief(self, values: tuple[int, ...], stage: int) -> int:
-        state = self.state
-        return sum(state.model.bytes[v] for v in values if state.live_in(v, stage))
+        return [
+            (low, high, sum(sizes[v] for v in values if state.live_in(v, high)))
+            for high, (low, _) in found.items()
+        ]
 
     def _gaps_of_value(self, value: int) -> list[tuple[int, int]]:
         out = []

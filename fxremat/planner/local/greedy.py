@@ -14,14 +14,17 @@ from dataclasses import dataclass, field, replace
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
 from fxremat.planner import constants
-from fxremat.planner.indexed_problem import IndexedProblem, build_model
+from fxremat.planner.indexed_problem import IndexedProblem, build_model, peak_bound
 from fxremat.planner.local import level_sweep
-from fxremat.planner.local.pareto_front import Entry, ParetoFront, steps_of
-from fxremat.planner.local.stage_schedule import ExtraRun, StageSchedule
-from fxremat.planner.options import SolverOptions
-from fxremat.planner.peak_bound import peak_bound
-from fxremat.planner.plans import make_plan
-from fxremat.planner.remembered import remembered
+from fxremat.planner.local.stage_schedule import (
+    Entry,
+    ExtraRun,
+    ParetoFront,
+    StageSchedule,
+    steps_of,
+)
+from fxremat.planner.plans import make_plan, remembered
+from fxremat.planner.solvers import SolverOptions
 
 NAME, QUICK_NAME = "greedy", "quick"
 
@@ -40,12 +43,9 @@ class GreedyFront:
         """Plan ``k``, by increasing time and decreasing peak."""
         if k not in self.plans:
             model, runs = self.model, self.entries[k].runs()
+            steps, bound = model.names(steps_of(model.n, runs)), self.bound
             self.plans[k] = make_plan(
-                model.problem,
-                model.names(steps_of(model.n, runs)),
-                NAME,
-                seconds=self.seconds,
-                peak_bound_bytes=self.bound,
+                model.problem, steps, NAME, seconds=self.seconds, peak_bound_bytes=bound
             )
         return self.plans[k]
 
@@ -104,13 +104,8 @@ def extra_runs(model: IndexedProblem, steps: Sequence[str]) -> list[ExtraRun]:
     form with the same runs, not always with the same peak. Unknown names are left out.
     """
     place = {op.name: k for k, op in enumerate(model.problem.ops)}
-    again = set[ExtraRun]()
-    waiting: list[int] = []
-    done = -1
-    for step in steps:
-        op = place.get(step)
-        if op is None:
-            continue
+    again, waiting, done = set[ExtraRun](), list[int](), -1
+    for op in (place[step] for step in steps if step in place):
         if op > done:
             again.update((other, op) for other in waiting)
             waiting, done = [], op
@@ -120,15 +115,9 @@ def extra_runs(model: IndexedProblem, steps: Sequence[str]) -> list[ExtraRun]:
 
 
 def _quick_plan(front: ParetoFront, budget_bytes: int | None, started: float) -> Plan:
-    model = front.model
-    best = front.least() if budget_bytes is None else front.best(budget_bytes) or front.least()
-    return make_plan(
-        model.problem,
-        model.names(steps_of(model.n, best.runs())),
-        QUICK_NAME,
-        budget_bytes=budget_bytes,
-        seconds=time.perf_counter() - started,
-    )
+    best = front.least() if budget_bytes is None else front.choose(budget_bytes)
+    problem, steps, seconds = front.model.problem, front.steps(best), time.perf_counter() - started
+    return make_plan(problem, steps, QUICK_NAME, budget_bytes=budget_bytes, seconds=seconds)
 
 
 def front(problem: Problem, options: SolverOptions) -> tuple[Plan, ...]:

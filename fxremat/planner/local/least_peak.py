@@ -19,7 +19,6 @@ from itertools import combinations
 
 from fxremat.planner import constants
 from fxremat.planner.indexed_problem import INPUT, IndexedProblem
-from fxremat.planner.local.editable_schedule import evict_all
 from fxremat.planner.local.ruin_and_repair import Improver
 from fxremat.planner.local.stage_schedule import ExtraRun
 
@@ -106,21 +105,14 @@ def _follow(
 def _steps(model: IndexedProblem, node: Node, last: list[int]) -> Iterator[PathStep]:
     """Every run that is possible at a node, with every choice of what it frees."""
     done, held = node
+    kept = model.is_output
     for op in range(done + 1):
         first = op == done
-        if not first and (not model.repeatable[op] or not _makes_any(model, op, held)):
-            continue
-        if all(_is_held(model, read, done, held) for read in model.reads[op]):
+        makes_any = any(value not in held and not kept[value] for value in model.writes[op])
+        if (first or (model.repeatable[op] and makes_any)) and all(
+            read in held or (kept[read] and model.writer[read] < done) for read in model.reads[op]
+        ):
             yield from _transitions(model, node, op, first, last)
-
-
-def _makes_any(model: IndexedProblem, op: int, held: frozenset[int]) -> bool:
-    """Whether running the op again would make a copy that is not there."""
-    return any(value not in held and not model.is_output[value] for value in model.writes[op])
-
-
-def _is_held(model: IndexedProblem, value: int, done: int, held: frozenset[int]) -> bool:
-    return value in held or (model.is_output[value] and model.writer[value] < done)
 
 
 def _transitions(
@@ -170,7 +162,8 @@ def search_lower(improver: Improver, work: int) -> None:
         search.commit()
         before = (state.max_peak(), state.time)
         improver.ruin()
-        evict_all(search, work)
+        while state.work < work and search.evict():
+            pass
         search.keep_what_fits(state.max_peak())
         if (state.max_peak(), state.time) <= before:
             improver.front.offer(state)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 import random
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -27,10 +28,8 @@ from fxremat.core.constants import MEASURABLE
 from fxremat.planner import constants
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.indexed_problem import IndexedProblem
-from fxremat.planner.local.editable_schedule import EditableSchedule, GapRanking
-from fxremat.planner.local.evictions import plan_eviction
-from fxremat.planner.local.pareto_front import ParetoFront
-from fxremat.planner.local.stage_schedule import ExtraRun, StageSchedule, Undo
+from fxremat.planner.local.editable_schedule import EditableSchedule, plan_eviction
+from fxremat.planner.local.stage_schedule import ExtraRun, ParetoFront, StageSchedule, Undo
 
 
 @dataclass(frozen=True)
@@ -43,12 +42,10 @@ class RunChange:
     @staticmethod
     def of(journal: Iterable[Undo]) -> RunChange:
         """The net change of a journal."""
-        net: dict[ExtraRun, int] = {}
+        net = Counter[ExtraRun]()
         for undo in journal:
-            for run in undo.added:
-                net[run] = net.get(run, 0) + 1
-            for run in undo.removed:
-                net[run] = net.get(run, 0) - 1
+            net.update(undo.added)
+            net.subtract(undo.removed)
         add = tuple(run for run, count in net.items() if count > 0)
         return RunChange(add, tuple(run for run, count in net.items() if count < 0))
 
@@ -78,32 +75,22 @@ class RepeatedChanges:
 
     def of(self, change: RunChange) -> Iterator[RunChange]:
         """The change, moved to every other place where alike ops stand."""
-        anchor = self._anchor(change)
-        if anchor is None:
-            return
-        op, stage = anchor
-        for other in self.alike[op]:
-            if other == op:
-                continue
-            for reader in self.readers[other]:
-                if self.alike[reader] is self.alike[stage]:
-                    moved = self._move(change, other - op, reader - stage)
-                    if moved.add or moved.remove:
-                        yield moved
-                    break
-
-    def _anchor(self, change: RunChange) -> ExtraRun | None:
-        for op, stage in (*change.add, *change.remove):
-            if stage in self.readers[op] and len(self.alike[op]) > 1:
-                return op, stage
-        return None
-
-    def _move(self, change: RunChange, ops: int, stages: int) -> RunChange:
-        return RunChange(
-            self._move_runs(change.add, ops, stages), self._move_runs(change.remove, ops, stages)
+        anchors = (
+            (op, stage)
+            for op, stage in (*change.add, *change.remove)
+            if stage in self.readers[op] and len(self.alike[op]) > 1
         )
+        op, stage = next(anchors, (0, 0))
+        for other in self.alike[op] if stage else ():
+            alike = (r for r in self.readers[other] if self.alike[r] is self.alike[stage])
+            reader = next(alike, None)
+            if other != op and reader is not None:
+                offsets = other - op, reader - stage
+                add, remove = (self._move(runs, *offsets) for runs in (change.add, change.remove))
+                if add or remove:
+                    yield RunChange(add, remove)
 
-    def _move_runs(self, runs: tuple[ExtraRun, ...], ops: int, stages: int) -> tuple[ExtraRun, ...]:
+    def _move(self, runs: tuple[ExtraRun, ...], ops: int, stages: int) -> tuple[ExtraRun, ...]:
         out = []
         for op, stage in runs:
             to, at = self._nearest(op, op + ops), self._nearest(stage, stage + stages)
@@ -172,21 +159,13 @@ class Improver:
 
     def ruin(self) -> None:
         """Ruin a part of the state, and rank gaps in another way for its repair."""
-        self._new_ranking()
-        self._ruin()
-
-    def _new_ranking(self) -> None:
         search, rng = self.search, self.random
-        search.ranking = GapRanking(rng.choice((0.0, *constants.HALVES)))
+        search.length_exponent = rng.choice((0.0, *constants.HALVES))
         search.noise = None
         if rng.random() < 0.5:
             search.noise = np.exp(self.normal.normal(0.0, constants.NOISE, search.state.model.n))
         search.gaps.unblock()
-
-    # -- ruin ------------------------------------------------------------------------------
-
-    def _ruin(self) -> None:
-        rng, runs = self.random, self.search.state.all_extra()
+        runs = search.state.all_extra()
         if runs and rng.random() < 0.75:
             self._take_out(runs, rng.choice(runs), rng.randint(1, 4), rng.randrange(2))
         else:

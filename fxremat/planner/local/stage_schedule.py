@@ -1,4 +1,4 @@
-"""A schedule in stage form, with its byte profile kept up to date under changes.
+"""A schedule in stage form, with its byte profile kept up to date, and the front of such schedules.
 
 Stage ``t`` runs some earlier ops again, in base order, and then op ``t`` for the first time:
 the frontier-advancing schedules of Checkmate (arXiv 1910.02653, section 4.2). A state is the
@@ -17,13 +17,15 @@ from __future__ import annotations
 import copy
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
+from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from fxremat.planner.indexed_problem import INPUT, IndexedProblem
+from fxremat.planner.indexed_problem import INPUT, IndexedProblem, live_bytes
+from fxremat.planner.plans import not_beaten
 
 ExtraRun = tuple[int, int]
 """(op, stage): one extra run."""
@@ -87,11 +89,7 @@ class StageSchedule:
 
     def steps(self) -> list[int]:
         """The ops in the order they run."""
-        out: list[int] = []
-        for stage, again in enumerate(self.extra):
-            out.extend(again)
-            out.append(stage)
-        return out
+        return [op for stage, again in enumerate(self.extra) for op in (*again, stage)]
 
     def all_extra(self) -> list[ExtraRun]:
         """Every extra run, by stage."""
@@ -109,9 +107,7 @@ class StageSchedule:
             return [(op, uses[-1] if uses else op)]
         out = []
         for k, start in enumerate(runs):
-            last = len(uses)
-            if k + 1 < len(runs):
-                last = bisect_left(uses, runs[k + 1])
+            last = len(uses) if k + 1 == len(runs) else bisect_left(uses, runs[k + 1])
             out.append((start, max(start, uses[last - 1]) if last else start))
         return out
 
@@ -161,16 +157,14 @@ class StageSchedule:
     def is_read(self, run: ExtraRun) -> bool:
         """Whether a copy that the run makes is read before the op runs again."""
         op, stage = run
-        runs = self.runs[op]
+        runs, uses = self.runs[op], self.uses
         k = bisect_right(runs, stage)
         limit = runs[k] if k < len(runs) else self.model.n
-        for value in self.model.writes[op]:
-            if not self.model.is_output[value]:
-                uses = self.uses[value]
-                j = bisect_left(uses, stage)
-                if j < len(uses) and uses[j] < limit:
-                    return True
-        return False
+        return any(
+            bisect_left(uses[value], stage) < bisect_left(uses[value], limit)
+            for value in self.model.writes[op]
+            if not self.model.is_output[value]
+        )
 
     # -- changes ---------------------------------------------------------------------------
 
@@ -205,11 +199,8 @@ class StageSchedule:
 
     def _touched(self, runs: Iterable[ExtraRun]) -> set[int]:
         model = self.model
-        out: set[int] = set()
-        for op, _ in runs:
-            out.update(model.reads[op])
-            out.update(model.writes[op])
-        return {value for value in out if not model.is_output[value]}
+        touched = {value for op, _ in runs for value in (*model.reads[op], *model.writes[op])}
+        return {value for value in touched if not model.is_output[value]}
 
     def _insert(self, run: ExtraRun) -> None:
         op, stage = run
@@ -231,13 +222,11 @@ class StageSchedule:
     # -- the profile -----------------------------------------------------------------------
 
     def _rebuild(self) -> None:
-        change = [0] * (self.model.n + 2)
-        change[0] = self.model.problem.resident_bytes
-        for size, spans in zip(self.model.bytes, self.spans, strict=True):
-            for start, stop in spans:
-                change[start + 1] += size
-                change[stop + 1] -= size
-        self.bytes_at_start[:] = list(accumulate(change))[:-1]
+        count, sizes = self.model.n + 1, self.model.bytes
+        held = [(0, count, self.model.problem.resident_bytes)]
+        for size, spans in zip(sizes, self.spans, strict=True):
+            held += ((start + 1, stop + 1, size) for start, stop in spans)
+        self.bytes_at_start[:] = live_bytes(held, count)
         for stage in range(self.model.n):
             self.peak[stage] = self._simulate(stage)
 
@@ -246,13 +235,11 @@ class StageSchedule:
             return
         size = self.model.bytes[value]
         self.work += len(old) + len(new)
-        for spans, sign in ((old, -size), (new, size)):
-            other = new if spans is old else old
-            for span in spans:
-                if span not in other:
-                    start, stop = span
-                    self.bytes_at_start[start + 1 : stop + 1] += sign
-                    self.peak[start + 1 : stop + 1] += sign
+        for spans, other, change in ((old, new, -size), (new, old, size)):
+            for start, stop in spans:
+                if (start, stop) not in other:
+                    self.bytes_at_start[start + 1 : stop + 1] += change
+                    self.peak[start + 1 : stop + 1] += change
                     dirty.update((start, stop))
 
     def _simulate(self, stage: int) -> int:
@@ -286,12 +273,102 @@ class StageSchedule:
         model, kept = self.model, self.model.is_output
         last: dict[int, int] = {}
         for step, op in enumerate(order):
-            for value in model.reads[op]:
-                last[value] = step
-            for value in model.writes[op]:
+            for value in (*model.reads[op], *model.writes[op]):
                 last[value] = step
         dies: list[list[int]] = [[] for _ in order]
         for value, step in last.items():
             if not kept[value] and not self.live_in(value, stage + 1):
                 dies[step].append(value)
         return dies
+
+
+# -- the front of peak and time --------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One schedule by its extra runs (rows of op, stage), with its peak and time."""
+
+    peak: int
+    time: float
+    extra: npt.NDArray[np.int32]
+
+    def runs(self) -> list[ExtraRun]:
+        """The extra runs, by stage and then by op."""
+        return [(op, stage) for op, stage in self.extra.tolist()]
+
+
+@dataclass
+class ParetoFront:
+    """Entries by increasing peak, hence by decreasing time: none is beaten in both.
+
+    A solver offers everything it meets. Plans are made at the end, from a replay of the steps, so
+    that no figure of a plan comes from a solver's own arithmetic.
+    """
+
+    model: IndexedProblem
+    exact_peak: int | None = None
+    """The least peak of any schedule, once it is proven."""
+    entries: list[Entry] = field(default_factory=list)
+
+    def offer(self, state: StageSchedule) -> None:
+        """Keep the state's schedule unless another is as good in both."""
+        peak, time = state.max_peak(), state.time
+        if self._wants(peak, time):
+            self.add(peak, time, state.all_extra())
+
+    def add(self, peak: int, time: float, runs: list[ExtraRun]) -> None:
+        """Keep a schedule, in stage form or not, unless another is as good in both."""
+        if self._wants(peak, time):
+            start = bisect_left(self.entries, peak, key=lambda other: other.peak)
+            worse = takewhile(lambda other: other.time >= time, self.entries[start:])
+            entry = Entry(peak, time, np.array(runs, dtype=np.int32).reshape(-1, 2))
+            self.entries[start : start + sum(1 for _ in worse)] = [entry]
+
+    def _wants(self, peak: int, time: float) -> bool:
+        best = self.best(peak)
+        # Sums of the same times in another order differ in the last digits.
+        return best is None or time < best.time * (1 - 1e-12)
+
+    def best(self, peak: int) -> Entry | None:
+        """The entry of least time whose peak is at most ``peak``."""
+        k = bisect_right(self.entries, peak, key=lambda entry: entry.peak)
+        return self.entries[k - 1] if k else None
+
+    def least(self) -> Entry:
+        """The entry of least peak."""
+        return self.entries[0]
+
+    def choose(self, budget: int) -> Entry:
+        """The entry of least time within the budget, or of least peak where none fits."""
+        return self.best(budget) or self.least()
+
+    def steps(self, entry: Entry) -> tuple[str, ...]:
+        """The schedule of an entry, by the names of ops."""
+        return self.model.names(steps_of(self.model.n, entry.runs()))
+
+    def state(self, entry: Entry) -> StageSchedule:
+        """The entry as a state to start from."""
+        return StageSchedule(self.model, entry.runs())
+
+    def final_entries(self) -> tuple[Entry, ...]:
+        """Entries by increasing time and decreasing peak; times are summed in `replay`'s order."""
+        model = self.model
+
+        def time(entry: Entry) -> float:
+            return sum(model.time[op] for op in steps_of(model.n, entry.runs()))
+
+        rows = [Entry(entry.peak, time(entry), entry.extra) for entry in self.entries]
+        return tuple(rows[k] for k in not_beaten([(row.time, row.peak) for row in rows]))
+
+
+def steps_of(n: int, extra: Iterable[ExtraRun]) -> list[int]:
+    """Steps of a schedule given by its extra runs, which come by stage and then by op."""
+    out: list[int] = []
+    done = 0
+    for op, stage in extra:
+        out.extend(range(done, stage))
+        done = stage
+        out.append(op)
+    out.extend(range(done, n))
+    return out

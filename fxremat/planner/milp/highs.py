@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 import highspy
@@ -36,6 +36,11 @@ are absolute: a budget of so many units is exceeded by a billionth of it at most
 BOUND_MARGIN = 1e-7
 """A bound is lowered by this part, because HiGHS computes in floating point. A plan that is no
 further above its bound is optimal."""
+
+
+def present(*columns: int | None, factor: float = 1.0) -> list[Term]:
+    """The terms of those columns that there are."""
+    return [(column, factor) for column in columns if column is not None]
 
 
 class Status(Enum):
@@ -143,33 +148,22 @@ class Milp:
         return self._outcome_of(highs)
 
     def solve_near(
-        self,
-        relaxed: Solution,
-        deadline: Deadline,
-        *,
-        nodes: int,
-        gap: float,
-        absolute_gap: float = 0.0,
+        self, deadline: Deadline, *, nodes: int, gap: float, absolute_gap: float
     ) -> Solution:
         """The best solution that agrees with the linear relaxation wherever that is integral.
 
         Its bound is that of the relaxation. This is relaxation enforced neighbourhood search
         (Berthold, "RENS", Mathematical Programming Computation 2014).
         """
+        relaxed = self.relaxed(deadline)
         if relaxed.values is None:
             return relaxed
-        low, high = self.low, self.high
-        near = [
-            (round(value), round(value)) if integer and abs(value - round(value)) < 1e-6 else limits
-            for value, integer, limits in zip(
-                relaxed.values, self.integer, zip(low, high, strict=True), strict=True
-            )
-        ]
-        self.low, self.high = [pair[0] for pair in near], [pair[1] for pair in near]
-        try:
-            found = self.solve(deadline, nodes=nodes, gap=gap, absolute_gap=absolute_gap)
-        finally:
-            self.low, self.high = low, high
+        low, high = list(self.low), list(self.high)
+        for column, value in enumerate(relaxed.values):
+            if self.integer[column] and abs(value - round(value)) < 1e-6:
+                low[column] = high[column] = round(value)
+        near = replace(self, low=low, high=high)
+        found = near.solve(deadline, nodes=nodes, gap=gap, absolute_gap=absolute_gap)
         if found.values is None:
             return Solution(Status.UNDECIDED, None, FREE, relaxed.bound)
         return Solution(Status.FEASIBLE, found.values, found.objective, relaxed.bound)

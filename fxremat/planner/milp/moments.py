@@ -12,8 +12,9 @@ Source: ours. The relaxation is one of Checkmate's MILP, and the refinement is t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 from fxremat.core.constants import ROUNDS
 from fxremat.core.plan import Plan
@@ -22,17 +23,15 @@ from fxremat.core.schedule import store_all
 from fxremat.core.timeline import replay
 from fxremat.planner import constants
 from fxremat.planner.deadline import Deadline
-from fxremat.planner.indexed_problem import build_model
+from fxremat.planner.indexed_problem import build_model, peak_bound
 from fxremat.planner.local import greedy
 from fxremat.planner.local.editable_schedule import EditableSchedule, descend
-from fxremat.planner.local.pareto_front import ParetoFront, steps_of
 from fxremat.planner.local.ruin_and_repair import polish
-from fxremat.planner.local.stage_schedule import ExtraRun, StageSchedule
+from fxremat.planner.local.stage_schedule import ExtraRun, ParetoFront, StageSchedule
 from fxremat.planner.milp.highs import BOUND_MARGIN
 from fxremat.planner.milp.relaxation import Relaxation, extra_runs_for
-from fxremat.planner.options import Progress, SolverOptions
-from fxremat.planner.peak_bound import peak_bound
 from fxremat.planner.plans import make_plan
+from fxremat.planner.solvers import Progress, SolverOptions
 
 NAME = "moments"
 
@@ -74,7 +73,7 @@ def _refined(
     deadline: Deadline,
 ) -> Plan:
     """The best plan of all rounds, and of the greedy solver where the first ones do not do."""
-    model, problem = front.model, front.model.problem
+    problem = front.model.problem
     near_us = options.gap * problem.base_time_us
     before = 0.0 if known is None else known.seconds
     refinement = Refinement.at_the_peak(front, budget_bytes, deadline, near_us)
@@ -83,7 +82,9 @@ def _refined(
         if state.max_peak() > budget_bytes:
             descend(EditableSchedule(state), front, budget_bytes, constants.WORK // 5)
         if options.progress is not None:
-            options.progress(_progress(refinement, deadline))
+            fits = front.best(budget_bytes)
+            time_us = None if fits is None else fits.time
+            options.progress(Progress(NAME, deadline.seconds(), time_us, refinement.bound_us))
         if known is None and number == 2 and not refinement.proven():
             known = _join(front, greedy.whole_front(problem, options))
         if number == ROUNDS:  # later programmes are slow
@@ -92,12 +93,11 @@ def _refined(
         known = _join(front, greedy.whole_front(problem, options))
     if not refinement.proven():
         polish(front, budget_bytes, options.seed, deadline)
-    best = front.best(budget_bytes) or front.least()
     none_fits = refinement.bound_us == math.inf
-    least = peak_bound(model) if known is None else known.bound
+    least = peak_bound(front.model) if known is None else known.bound
     return make_plan(
         problem,
-        model.names(steps_of(model.n, best.runs())),
+        front.steps(front.choose(budget_bytes)),
         NAME,
         budget_bytes=budget_bytes,
         seconds=before + deadline.seconds(),
@@ -122,10 +122,15 @@ def time_bound(problem: Problem, budget_bytes: int, options: SolverOptions) -> f
     return max(refinement.bound_us, problem.base_time_us)
 
 
-def _progress(refinement: Refinement, deadline: Deadline) -> Progress:
-    best = refinement.front.best(refinement.budget)
-    time_us = best.time if best is not None else None
-    return Progress(NAME, deadline.seconds(), time_us, refinement.bound_us)
+def apart(places: Iterable[int], length: int) -> list[int]:
+    """The first few of the places that are not close to one before them."""
+    found: list[int] = []
+    for place in places:
+        if all(abs(place - other) >= max(1, length // constants.APART) for other in found):
+            found.append(place)
+        if len(found) == constants.POINTS // 4:
+            break
+    return found
 
 
 @dataclass
@@ -183,14 +188,6 @@ class Refinement:
 
     def _worst(self, state: StageSchedule) -> list[int]:
         """A few stages over the budget, worst first, and not next to each other."""
-        over_budget = [
-            int(s) for s in (-state.peak).argsort(kind="stable") if state.peak[s] > self.budget
-        ]
-        apart = max(1, state.model.n // constants.APART)
-        found: list[int] = []
-        for stage in over_budget:
-            if len(found) < constants.POINTS // 4 and all(
-                abs(stage - other) >= apart for other in found
-            ):
-                found.append(stage)
-        return found
+        highest = map(int, (-state.peak).argsort(kind="stable"))
+        over = takewhile(lambda stage: state.peak[stage] > self.budget, highest)
+        return apart(over, state.model.n)

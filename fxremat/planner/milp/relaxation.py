@@ -23,8 +23,8 @@ import numpy.typing as npt
 
 from fxremat.planner import constants
 from fxremat.planner.deadline import Deadline
-from fxremat.planner.indexed_problem import INPUT, IndexedProblem
-from fxremat.planner.milp.highs import BOUND_MARGIN, SCALE, Milp, Solution, Status, Term
+from fxremat.planner.indexed_problem import IndexedProblem
+from fxremat.planner.milp.highs import BOUND_MARGIN, SCALE, Milp, Solution, Status, Term, present
 
 Affine = tuple[float, list[Term]]
 """A constant, and the terms that are added to it."""
@@ -55,11 +55,10 @@ class Relaxation:
             self._first_runs_find_their_reads(j)
             self._runs_find_their_reads(j)
             self._held_values_come_from_somewhere(j)
-        if len(self.points) > 1:
-            for j in range(len(self.points) - 1):
-                self._once_for_all_windows(j)
-                if self.points[j + 1] - self.points[j] == 1:
-                    self._runs_fit(j)
+        for j in range(len(self.points) - 1):
+            self._once_for_all_windows(j)
+            if self.points[j + 1] - self.points[j] == 1:
+                self._runs_fit(j)
 
     # -- columns ---------------------------------------------------------------------------
 
@@ -141,7 +140,7 @@ class Relaxation:
             elif model.evictable(read):
                 overwritten = self.overwritten[j].setdefault(read, self.milp.binary())
                 runs = [window.get(model.writer[read]) for window in self.rerun[j:]]
-                found: list[Term] = [(column, -1.0) for column in runs if column is not None]
+                found = present(*runs, factor=-1.0)
                 for i in range(j, len(self.points)):
                     found += [(column, -factor) for column, factor in self._other_sources(i, read)]
                 self.milp.row([(overwritten, 1.0), *found], high=0.0)
@@ -182,15 +181,13 @@ class Relaxation:
         for value, column in self.held[j].items():
             if value not in self.held[j + 1]:
                 continue
-            known = [c for c in (column, self.held[j + 1][value]) if c is not None]
-            run = self.rerun[j].get(model.writer[value])
-            if not known and run is None:
+            known = present(column, self.held[j + 1][value], factor=-1.0)
+            run = present(self.rerun[j].get(model.writer[value]))
+            if not known and not run:
                 room -= model.bytes[value]
                 continue
             stays[value] = self.milp.real()
-            terms: list[Term] = [(stays[value], 1.0), *((c, -1.0) for c in known)]
-            terms += [] if run is None else [(run, 1.0)]
-            self.milp.row(terms, low=1.0 - len(known))
+            self.milp.row([(stays[value], 1.0), *known, *run], low=1.0 - len(known))
         total = self.milp.real(high=SCALE)
         parts = [(column, model.bytes[value] * per_byte) for value, column in stays.items()]
         self.milp.row([*parts, (total, -1.0)], 0.0, 0.0)
@@ -243,13 +240,10 @@ class Relaxation:
         self, j: int, value: int, demand: Affine, rerun: Mapping[int, int] | None = None
     ) -> None:
         """held[value, j] + rerun[writer of value, j] >= demand"""
-        column = self.held[j].get(value, -1)
-        if column is None:
+        if self.held[j].get(value, -1) is None:
             return  # held in any case
-        terms: list[Term] = [] if column < 0 else [(column, 1.0)]
         run = (self.rerun[j] if rerun is None else rerun).get(self.model.writer[value])
-        if run is not None:
-            terms.append((run, 1.0))
+        terms = present(self.held[j].get(value), run)
         for i in range(j, j + 1 if rerun is None else len(self.points)):
             terms += self._other_sources(i, value)
         low, wanted = demand
@@ -280,14 +274,9 @@ class Relaxation:
         if len(self.milp.cost) <= constants.MANY_COLUMNS // 2:
             nodes = constants.NODES if len(self.points) == 1 else few
             return self._solved(deadline, nodes, enough)
-        near = self.milp.solve_near(
-            self.milp.relaxed(deadline),
-            deadline,
-            nodes=few,
-            gap=constants.RELAXATION_GAP,
-            absolute_gap=enough,
-        )
-        close = near.objective - near.bound <= max(enough, 10 * constants.RELAXATION_GAP * SCALE)
+        gap = constants.RELAXATION_GAP
+        near = self.milp.solve_near(deadline, nodes=few, gap=gap, absolute_gap=enough)
+        close = near.objective - near.bound <= max(enough, 10 * gap * SCALE)
         if close or len(self.milp.cost) > constants.MANY_COLUMNS:
             return near
         found = self._solved(deadline, few, enough, near.values)
@@ -338,15 +327,7 @@ def extra_runs_for(model: IndexedProblem, held: Mapping[int, set[int]]) -> list[
             for value in model.writes[op]:
                 there[value] = True
         out.extend((op, stage) for op in sorted(rerun))
-        if stage in held:
-            for value in _evictable_before(model, stage):
+        for value, op in enumerate(model.writer) if stage in held else ():
+            if op <= stage and model.evictable(value):
                 there[value] = there[value] and value in held[stage]
     return out
-
-
-def _evictable_before(model: IndexedProblem, stage: int) -> Sequence[int]:
-    return [
-        value
-        for value, op in enumerate(model.writer)
-        if op != INPUT and op <= stage and model.evictable(value)
-    ]

@@ -20,7 +20,8 @@ Source: the problem with both choices is that of POFO (Beaumont, Eyraud-Dubois, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from fxremat.core.plan import Plan
@@ -29,15 +30,12 @@ from fxremat.core.schedule import ops_of
 from fxremat.core.timeline import Timeline
 from fxremat.core.timing import transfer_us
 from fxremat.planner.deadline import Deadline
-from fxremat.planner.indexed_problem import build_model
+from fxremat.planner.indexed_problem import build_model, peak_bound
 from fxremat.planner.local import greedy
 from fxremat.planner.moves.time_bound import relax
 from fxremat.planner.moves.transfers import Fetch, Item, place
-from fxremat.planner.options import ProblemRefused, SolverOptions
-from fxremat.planner.peak_bound import peak_bound
 from fxremat.planner.plans import make_plan
-
-Solver = Callable[[Problem, int | None, SolverOptions], Plan]
+from fxremat.planner.solvers import ProblemRefused, Solver, SolverOptions
 
 NAME = "offload"
 TOKEN, GET = " on the host", "fetch "
@@ -49,10 +47,8 @@ def movable(problem: Problem) -> dict[str, int]:
         return {}
     fixed = {*problem.resident, *problem.outputs, *problem.host}
     sizes = problem.bytes_of
-    found = {}
-    for op in problem.ops:
-        if op.writes and not fixed.intersection(op.writes):
-            found[op.name] = sum(sizes[name] for name in op.writes)
+    free = (op for op in problem.ops if fixed.isdisjoint(op.writes))
+    found = {op.name: sum(sizes[name] for name in op.writes) for op in free}
     return {name: size for name, size in found.items() if size}
 
 
@@ -188,28 +184,28 @@ def solve(
     only moves are left, at the one in which nothing else runs again.
     """
     search = _MoveSearch(problem, budget_bytes, options, Deadline(options.time_limit_s))
-    alone = search.offer(search.priced_problem(ALONE), solver)
-    if budget_bytes is None or (alone.fits and alone.line.time_us <= problem.base_time_us):
+    alone = search.offer(search.by_rule(ALONE), solver)
+    if budget_bytes is None or alone <= (0, problem.base_time_us):
         return search.plan()
     relaxed = relax(problem, budget_bytes, search.deadline)
-    candidates = [search.priced_problem(rule) for rule in _rules_for(problem)]
+    candidates = [search.by_rule(rule) for rule in _rules_for(problem)]
     if relaxed.fetched and movable(problem):
-        candidates.insert(0, search.priced_problem_of(_writers(problem, relaxed.fetched)))
-    ranked: list[tuple[tuple[int, float], PricedProblem]] = []
-    for priced_problem in candidates:
-        ranked.append((search.offer(priced_problem, greedy.quick).rank, priced_problem))
+        candidates.insert(0, search.priced(_writers(problem, relaxed.fetched)))
+    ranked: list[tuple[tuple[int, float], Problem]] = []
+    for candidate in candidates:
+        ranked.append((search.offer(candidate, greedy.quick), candidate))
         if search.is_within(relaxed.bound_us):
             break
     best = [min(ranked, key=lambda pair: pair[0])[1]] if ranked else []
-    nothing_again = [search.priced_problem(ONLY_MOVES)] if movable(problem) else []
+    nothing_again = [search.by_rule(ONLY_MOVES)] if movable(problem) else []
     if movable(problem) and not search.is_within(relaxed.bound_us):
         once = replace(problem, ops=tuple(replace(op, repeatable=False) for op in problem.ops))
         fetched = _writers(problem, relax(once, budget_bytes, search.deadline).fetched)
-        nothing_again.insert(0, search.priced_problem_of(fetched, recompute=False))
-    for priced_problem in (*best, *nothing_again):
+        nothing_again.insert(0, search.priced(fetched, recompute=False))
+    for candidate in (*best, *nothing_again):
         if search.is_within(relaxed.bound_us):
             break
-        search.offer(priced_problem, solver)
+        search.offer(candidate, solver)
     return search.plan(relaxed.bound_us)
 
 
@@ -231,113 +227,80 @@ def _writers(problem: Problem, values: Iterable[str]) -> set[str]:
 def quick(problem: Problem, budget_bytes: int | None, options: SolverOptions) -> Plan:
     """A plan to compare problems by, from the two choices that are mostly the best."""
     search = _MoveSearch(problem, budget_bytes, options, Deadline(options.time_limit_s))
-    search.offer(search.priced_problem(ALONE), greedy.quick)
+    search.offer(search.by_rule(ALONE), greedy.quick)
     if budget_bytes is not None and movable(problem):
-        search.offer(search.priced_problem(MOVE_RULES[0]), greedy.quick)
+        search.offer(search.by_rule(MOVE_RULES[0]), greedy.quick)
     return search.plan()
-
-
-@dataclass(frozen=True)
-class PricedProblem:
-    """A priced problem, and the largest value of it that is fetched."""
-
-    problem: Problem
-    largest_bytes: int
-
-
-@dataclass(frozen=True)
-class PlacedMoves:
-    """A schedule, and the plan of the priced problem that it was made of."""
-
-    line: Timeline
-    answer: Plan
-    budget: int | None
-
-    @property
-    def excess(self) -> int:
-        """Bytes over the budget."""
-        return 0 if self.budget is None else max(0, self.line.peak_bytes - self.budget)
-
-    @property
-    def fits(self) -> bool:
-        """Whether it is within the budget."""
-        return self.excess == 0
-
-    @property
-    def rank(self) -> tuple[int, float]:
-        """Less is better: within the budget first, then less time."""
-        return self.excess, self.line.time_us
 
 
 @dataclass
 class _MoveSearch:
-    """The best schedule so far."""
+    """The best schedule so far, the solver that it is from, and its rank: less is better."""
 
     problem: Problem
     budget: int | None
     options: SolverOptions
     deadline: Deadline
-    best: PlacedMoves | None = None
+    best: tuple[Timeline, str] | None = None
+    rank: tuple[int, float] = (sys.maxsize, math.inf)
 
-    def priced_problem(self, rule: MoveRule) -> PricedProblem:
+    def __post_init__(self) -> None:
+        assert self.problem.copies is not None
+        self.copies = self.problem.copies
+
+    def by_rule(self, rule: MoveRule) -> Problem:
         """The priced problem of a rule."""
         moved = ops_to_move(self.problem, rule)
-        return self.priced_problem_of(moved, rule.price, recompute=rule.recompute)
+        return self.priced(moved, rule.price, recompute=rule.recompute)
 
-    def priced_problem_of(
+    def priced(
         self, moved: set[str], price: float = ALONE.price, *, recompute: bool = True
-    ) -> PricedProblem:
+    ) -> Problem:
         """The priced problem in which the values of these ops may move."""
-        copies, sizes = self.problem.copies, self.problem.bytes_of
-        assert copies is not None
-        rate = price / max(copies.to_device, 1e-9)
-        named = [v for name in moved for v in self.problem.op_of[name].writes]
-        largest = max((sizes[name] for name in (*named, *self.problem.from_host)), default=0)
-        return PricedProblem(priced(self.problem, moved, rate, recompute=recompute), largest)
+        rate = price / max(self.copies.to_device, 1e-9)
+        return priced(self.problem, moved, rate, recompute=recompute)
 
-    def offer(self, priced_problem: PricedProblem, solver: Solver) -> PlacedMoves:
-        """The best schedule that a solver makes of a priced problem.
+    def offer(self, question: Problem, solver: Solver) -> tuple[int, float]:
+        """The rank of the best schedule that a solver makes of a priced problem.
 
-        Where its transfers have to be waited for, also with room left for values to come early.
+        It is bytes over the budget, then time. Where transfers have to be waited for, the solver
+        also leaves room for values to come early.
         """
-        largest = priced_problem.largest_bytes
-        found: list[PlacedMoves] = []
+        fetches = (op for op in question.ops if op.name.startswith(GET))
+        sizes = (self.problem.bytes_of[name] for op in fetches for name in op.writes)
+        largest, found = max(sizes, default=0), list[tuple[tuple[int, float], Timeline, str]]()
         for room in range(3) if largest and self.budget is not None else (0,):
             left = None if self.budget is None else self.budget - room * largest
-            answer = solver(priced_problem.problem, left, self.options)
+            answer = solver(question, left, self.options)
             line = place(self.problem, items_of(self.problem, answer.ops), self.budget)
-            found.append(PlacedMoves(line, answer, self.budget))
+            excess = 0 if self.budget is None else max(0, line.peak_bytes - self.budget)
+            found.append(((excess, line.time_us), line, answer.solver))
             if not line.timing.stall_us:
                 break
-        best = min(found, key=lambda candidate: candidate.rank)
-        if self._allowed(best.line) and (self.best is None or best.rank < self.best.rank):
-            self.best = best
-        return best
-
-    def _allowed(self, line: Timeline) -> bool:
-        copies = self.problem.copies
-        assert copies is not None
-        cap = math.inf if copies.host_bytes is None else copies.host_bytes
-        return line.host_peak_bytes <= cap and line.time_us < math.inf
+        rank, line, name = min(found, key=lambda one: one[0])
+        cap = math.inf if self.copies.host_bytes is None else self.copies.host_bytes
+        allowed = line.host_peak_bytes <= cap and line.time_us < math.inf
+        if allowed and (self.best is None or rank < self.rank):
+            self.best, self.rank = (line, name), rank
+        return rank
 
     def is_within(self, time_us: float) -> bool:
         """Whether there is no need to look on: the best fits and is so fast, or time is over."""
-        good = self.best is not None and self.best.fits and self.best.line.time_us <= time_us
-        return good or not self.deadline.running()
+        return self.rank <= (0, time_us) or not self.deadline.running()
 
     def plan(self, bound_us: float | None = None) -> Plan:
         """The best of all; ``bound_us`` is proven of every schedule within the budget."""
-        best = self.best
-        if best is None:
+        if self.best is None:
             raise ProblemRefused("values live in host memory, but the bandwidth is zero")
-        moves = len(best.line.steps) > len(ops_of(best.line.steps))
+        line, name = self.best
+        moves = len(line.steps) > len(ops_of(line.steps))
         return make_plan(
             self.problem,
-            best.line.steps,
-            f"{best.answer.solver}+{NAME}" if moves else best.answer.solver,
+            line.steps,
+            f"{name}+{NAME}" if moves else name,
             budget_bytes=self.budget,
             seconds=self.deadline.seconds(),
-            time_bound_us=None if bound_us is None else min(bound_us, best.line.time_us),
+            time_bound_us=None if bound_us is None else min(bound_us, line.time_us),
             peak_bound_bytes=least_bytes(self.problem),
         )
 

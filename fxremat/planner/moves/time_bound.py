@@ -25,7 +25,7 @@ from fxremat.core.timing import transfer_us
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.indexed_problem import INPUT, build_model
 from fxremat.planner.local.stage_schedule import StageSchedule
-from fxremat.planner.milp.highs import SCALE, Term
+from fxremat.planner.milp.highs import SCALE, Term, present
 from fxremat.planner.milp.relaxation import Relaxation
 
 
@@ -97,8 +97,7 @@ class MovingRelaxation(Relaxation):
         return not self.may_move[value] and super()._stays(value, stage)
 
     def _other_sources(self, j: int, value: int) -> list[Term]:
-        column = self.fetch[j].get(value)
-        return [] if column is None else [(column, 1.0)]
+        return present(self.fetch[j].get(value))
 
     def _cost(self, op: int) -> float:
         return 0.0
@@ -139,14 +138,14 @@ class MovingRelaxation(Relaxation):
         for value in {v for window in self.fetch[j:] for v in window}:
             columns = [window[value] for window in self.fetch[j:] if value in window]
             back += [(column, -self._us(value, back=True)) for column in columns]
-            held = self.held[j].get(value, -1)
-            if held is None or self.lives_there[value] or self.model.writer[value] > self.points[j]:
+            held = self.held[j].get(value)
+            certain = value in self.held[j] and held is None
+            if certain or self.lives_there[value] or self.model.writer[value] > self.points[j]:
                 continue
             away = self.milp.real()
             out.append((away, -self._us(value, back=False)))
-            runs = [window.get(self.model.writer[value]) for window in self.rerun[j:]]
-            others = [(run, 1.0) for run in runs if run is not None]
-            others += [] if held < 0 else [(held, 1.0)]
+            runs = (window.get(self.model.writer[value]) for window in self.rerun[j:])
+            others = present(*runs, held)
             for column in columns:
                 self.milp.row([(away, 1.0), (column, -1.0), *others], low=0.0)
         self.milp.row(out, low=-before)

@@ -18,8 +18,8 @@ those of them that an op writes leave as soon as they are written.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -81,9 +81,7 @@ def synchronous(problem: Problem, items: Sequence[Item]) -> tuple[Step, ...]:
                 gone.add(name)  # written again: another copy
             else:
                 leave[name] = index
-    after: dict[int, list[str]] = {}
-    for name, index in leave.items():
-        after.setdefault(index, []).append(name)
+    after = _grouped((index, name) for name, index in leave.items())
     steps: list[Step] = []
     for index, item in enumerate(items):
         if isinstance(item, Fetch):
@@ -93,6 +91,14 @@ def synchronous(problem: Problem, items: Sequence[Item]) -> tuple[Step, ...]:
         for name in after.get(index, ()):
             steps += [Move("to host", name), Move("wait", name)]
     return tuple(steps)
+
+
+def _grouped(pairs: Iterable[tuple[int, str]]) -> dict[int, list[str]]:
+    """The names by position."""
+    found: dict[int, list[str]] = {}
+    for position, name in pairs:
+        found.setdefault(position, []).append(name)
+    return found
 
 
 def _delays(line: Timeline) -> list[float]:
@@ -137,7 +143,10 @@ class _Route:
     live: npt.NDArray[np.int64]
     leaving: list[_Leaving]
     coming: list[_Coming]
-    waits: dict[int, list[str]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        assert self.problem.copies is not None
+        self.copies, self.sizes = self.problem.copies, self.problem.bytes_of
 
     @staticmethod
     def of(problem: Problem, items: Sequence[Item], line: Timeline) -> _Route:
@@ -156,7 +165,7 @@ class _Route:
                 coming.append(_Coming(item.value, used.get(item.value, -1) + 1, position))
                 continue
             op = problem.op_of[item]
-            for name in moved.intersection(op.writes):
+            for name in (each for each in op.writes if each in moved):
                 if name in leaving:
                     leaving[name].until = min(leaving[name].until, position)
                 else:
@@ -172,7 +181,7 @@ class _Route:
 
     def placed(
         self, budget: int, delays: Sequence[float]
-    ) -> tuple[dict[int, list[str]], dict[int, list[_Coming]]]:
+    ) -> tuple[dict[int, list[str]], dict[int, list[str]]]:
         """Positions of the waits for what leaves, and of the starts of what comes."""
         live = self.live.copy()
         starts, waits = self._leave(live, budget, delays)
@@ -187,9 +196,7 @@ class _Route:
 
         ``live`` gets the bytes of what is held until then.
         """
-        copies, ops, sizes = self.problem.copies, self.problem.op_of, self.problem.bytes_of
-        assert copies is not None
-        now, engine = 0.0, 0.0
+        sizes, now, engine = self.sizes, 0.0, 0.0
         starts: list[float] = []
         waits: dict[int, list[str]] = {}
         queue = list(self.leaving)
@@ -211,10 +218,10 @@ class _Route:
             on_the_way = held
             live[position] += sum(sizes[row.value] for _, row in held if row.last < position)
             starts.append(now)
-            now += ops[name].time_us
+            now += self.problem.op_of[name].time_us
             while queue and queue[0].born == position:
                 row = queue.pop(0)
-                engine = max(engine, now) + transfer_us(copies, "to host", sizes[row.value])
+                engine = max(engine, now) + transfer_us(self.copies, "to host", sizes[row.value])
                 on_the_way.append((engine, row))
         waits[len(self.ops)] = [row.value for _, row in on_the_way]
         return starts, waits
@@ -224,16 +231,14 @@ class _Route:
     def _come(
         self, live: npt.NDArray[np.int64], budget: int, starts: Sequence[float],
         waits: dict[int, list[str]],
-    ) -> dict[int, list[_Coming]]:  # fmt: skip
+    ) -> dict[int, list[str]]:  # fmt: skip
         """Before which op each fetch starts: the last first, each as late as is in time."""
-        copies, sizes = self.problem.copies, self.problem.bytes_of
-        assert copies is not None
         left = {name: position for position, names in waits.items() for name in names}
-        found: dict[int, list[_Coming]] = {}
+        found = list[tuple[int, str]]()
         free = float("inf")
         for row in reversed(self.coming):
-            size = sizes[row.value]
-            begin = min(free, starts[row.need]) - transfer_us(copies, "to device", size)
+            size = self.sizes[row.value]
+            begin = min(free, starts[row.need]) - transfer_us(self.copies, "to device", size)
             wanted = max(0, bisect_right(starts, begin) - 1)
             earliest = max(row.since, left.get(row.value, 0))
             full = np.flatnonzero(live[earliest : row.need] + size > budget)
@@ -242,31 +247,20 @@ class _Route:
             position = min(row.need, max(wanted, earliest))
             live[position : row.need] += size
             free = max(begin, starts[position])
-            found.setdefault(position, []).append(row)
-        return {position: rows[::-1] for position, rows in found.items()}
+            found.append((position, row.value))
+        return _grouped(reversed(found))
 
     # -- the schedule ------------------------------------------------------------------------
 
-    def steps(
-        self, waits: dict[int, list[str]], fetches: dict[int, list[_Coming]]
-    ) -> tuple[Step, ...]:
+    def steps(self, waits: dict[int, list[str]], fetches: dict[int, list[str]]) -> tuple[Step, ...]:
         """The ops with their moves in between."""
-        leave: dict[int, list[str]] = {}
-        for row in self.leaving:
-            leave.setdefault(row.born, []).append(row.value)
-        needed: dict[int, list[str]] = {}
-        for fetch in self.coming:
-            needed.setdefault(fetch.need, []).append(fetch.value)
+        leave = _grouped((row.born, row.value) for row in self.leaving)
+        needed = _grouped((row.need, row.value) for row in self.coming)
         out: list[Step] = []
-        for position in range(len(self.ops) + 1):
-            out += _moves("wait", waits.get(position, ()))
-            out += _moves("to device", [row.value for row in fetches.get(position, ())])
-            out += _moves("wait", needed.get(position, ()))
-            if position < len(self.ops):
-                out.append(self.ops[position])
-                out += _moves("to host", leave.get(position, ()))
+        for position, op in enumerate([*self.ops, None]):
+            out += (Move("wait", name) for name in waits.get(position, ()))
+            out += (Move("to device", name) for name in fetches.get(position, ()))
+            out += (Move("wait", name) for name in needed.get(position, ()))
+            out += () if op is None else (op,)
+            out += (Move("to host", name) for name in leave.get(position, ()))
         return tuple(out)
-
-
-def _moves(kind: str, names: Sequence[str]) -> Iterator[Move]:
-    return (Move(kind, name) for name in names)  # type: ignore[arg-type]

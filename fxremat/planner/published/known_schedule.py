@@ -1,4 +1,4 @@
-"""What the programmes of several papers share: a known schedule, and what may run again in a stage.
+"""What the programmes of several papers share: the best plan so far, and what may run again.
 
 A programme is started from the best schedule that is known, because finding a first one is what
 solvers do worst.
@@ -6,16 +6,91 @@ solvers do worst.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Self
 
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
-from fxremat.planner.indexed_problem import IndexedProblem
+from fxremat.planner.deadline import Deadline
+from fxremat.planner.indexed_problem import IndexedProblem, build_model, peak_bound
 from fxremat.planner.local import greedy
 from fxremat.planner.local.stage_schedule import ExtraRun, StageSchedule
-from fxremat.planner.options import SolverOptions
-from fxremat.planner.plans import make_plan
+from fxremat.planner.plans import make_plan, rank
+from fxremat.planner.solvers import Progress, SolverOptions
+
+
+@dataclass
+class Incumbent:
+    """One call of a solver: the best plan so far, and what is proven."""
+
+    name: str
+    model: IndexedProblem
+    budget: int | None
+    options: SolverOptions
+    deadline: Deadline
+    best: Plan
+    peak_bound_bytes: int
+    time_bound_us: float = 0.0
+
+    @classmethod
+    def begin(
+        cls, name: str, problem: Problem, budget_bytes: int | None, options: SolverOptions
+    ) -> Self:
+        """Start from store-all where that fits, else from a known plan."""
+        deadline, model = Deadline(options.time_limit_s), build_model(problem)
+        best = make_plan(problem, problem.base_steps(), name)
+        if budget_bytes is not None and best.peak_bytes > budget_bytes:
+            best = start_plan(problem, budget_bytes, options)
+        bound = max(peak_bound(model), best.peak_bound_bytes or 0)
+        return cls(name, model, budget_bytes, options, deadline, best, bound)
+
+    @property
+    def runs(self) -> list[ExtraRun]:
+        """The extra runs of the best plan."""
+        return greedy.extra_runs(self.model, self.best.ops)
+
+    def fits(self) -> bool:
+        """Whether the best plan is within the budget."""
+        return self.budget is None or self.best.peak_bytes <= self.budget
+
+    def is_fastest(self) -> bool:
+        """Whether the best plan fits and nothing can be faster."""
+        return self.fits() and self.best.time_us <= self.model.problem.base_time_us
+
+    def is_decided(self) -> bool:
+        """Whether nothing can be better, or the budget is proven to be too small."""
+        if self.budget is not None and not self.fits():
+            return self.peak_bound_bytes > self.budget
+        return self.is_fastest()
+
+    def keep_if_better(self, steps: Sequence[str]) -> bool:
+        """Keep a schedule if replay says that it fits, and that it is better than the best."""
+        plan = make_plan(self.model.problem, steps, self.name)
+        over = self.budget is not None and plan.peak_bytes > self.budget
+        if over or (self.fits() and plan.time_us >= self.best.time_us):
+            return False
+        self.best = plan
+        return True
+
+    def tell(self, bound_us: float | None) -> None:
+        """Report the progress to who asked for it."""
+        if self.options.progress is not None:
+            time_us = self.best.time_us if self.fits() else None
+            report = Progress(self.name, self.deadline.seconds(), time_us, bound_us)
+            self.options.progress(report)
+
+    def plan(self) -> Plan:
+        """The best plan, replayed."""
+        return make_plan(
+            self.model.problem,
+            self.best.steps,
+            self.name,
+            budget_bytes=self.budget,
+            seconds=self.deadline.seconds(),
+            time_bound_us=min(self.time_bound_us, self.best.time_us) if self.fits() else None,
+            peak_bound_bytes=self.peak_bound_bytes,
+        )
 
 
 def start_plan(problem: Problem, budget_bytes: int, options: SolverOptions) -> Plan:
@@ -26,7 +101,7 @@ def start_plan(problem: Problem, budget_bytes: int, options: SolverOptions) -> P
     if not plans or plans[0].peak_bytes > budget_bytes:
         fresh = replace(options, start=None, progress=None)
         plans.append(greedy.solve(problem, budget_bytes, fresh))
-    return min(plans, key=lambda plan: (max(plan.peak_bytes, budget_bytes), plan.time_us))
+    return min(plans, key=lambda plan: rank(plan, budget_bytes))
 
 
 def without_unread(model: IndexedProblem, runs: Iterable[ExtraRun]) -> list[ExtraRun]:

@@ -25,28 +25,23 @@ import json
 import subprocess
 import sys
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
 from fxremat.planner import constants
 from fxremat.planner.deadline import Deadline
-from fxremat.planner.indexed_problem import IndexedProblem, build_model
-from fxremat.planner.local.greedy import extra_runs
-from fxremat.planner.local.pareto_front import steps_of
-from fxremat.planner.local.stage_schedule import ExtraRun, StageSchedule
-from fxremat.planner.options import ProblemRefused, Progress, SolverOptions
-from fxremat.planner.peak_bound import peak_bound
-from fxremat.planner.plans import make_plan
+from fxremat.planner.indexed_problem import IndexedProblem
+from fxremat.planner.local.stage_schedule import ExtraRun, StageSchedule, steps_of
 from fxremat.planner.published import moccasin_intervals
 from fxremat.planner.published.known_schedule import (
+    Incumbent,
     all_runs,
-    start_plan,
     without_unread,
 )
+from fxremat.planner.solvers import ProblemRefused, SolverOptions
 
 NAME = "moccasin"
 BYTE_PARTS, TIME_PARTS = 1 << 24, 1 << 40
@@ -78,95 +73,53 @@ def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) ->
     """The best plan found with few runs of each op."""
     if importlib.util.find_spec("ortools") is None:
         raise NotInstalled
-    deadline, model = Deadline(options.time_limit_s), build_model(problem)
-    best = make_plan(problem, problem.base_steps(), NAME)
-    bound = peak_bound(model)
-    if budget_bytes is not None and best.peak_bytes > budget_bytes:
-        best = start_plan(problem, budget_bytes, options)
-        bound = max(bound, best.peak_bound_bytes or 0)
-        if bound <= budget_bytes:
-            best = _MoccasinCall(model, budget_bytes, options, deadline, best).improve()
-    return make_plan(
-        problem,
-        best.steps,
-        NAME,
-        budget_bytes=budget_bytes,
-        seconds=deadline.seconds(),
-        peak_bound_bytes=bound,
-    )
+    call = Incumbent.begin(NAME, problem, budget_bytes, options)
+    model = call.model
+    if budget_bytes is not None and not call.is_decided():
+        for runs in _answers(_question(call, budget_bytes), call.deadline):
+            for its in (without_unread(model, runs), runs):
+                call.keep_if_better(model.names(steps_of(model.n, its)))
+            call.tell(problem.base_time_us)
+    return call.plan()
 
 
-@dataclass
-class _MoccasinCall:
-    """One call: the best plan so far."""
+def _question(call: Incumbent, budget: int) -> dict[str, Any]:
+    """The problem in integers, as `fxremat.planner.published.moccasin_intervals` reads it.
 
-    model: IndexedProblem
-    budget: int
-    options: SolverOptions
-    deadline: Deadline
-    best: Plan
+    Bytes are rounded so that what fits in these units fits in bytes.
+    """
+    model, ops = call.model, range(call.model.n)
+    unit = max(1, budget // BYTE_PARTS)
+    tick = max(1e-9, model.problem.base_time_us) / TIME_PARTS
+    stages = [[op] for op in ops]
+    for stage, again in enumerate(all_runs(model)):
+        for op in again:
+            stages[op].append(stage)
+    left = call.deadline.left()
+    return {
+        "stages": stages,
+        "reads": model.reads,
+        "shares": [[_shares(model, op, first, unit) for first in (True, False)] for op in ops],
+        "writer": model.writer,
+        "kept": model.is_output,
+        "bytes": [-(-size // unit) for size in model.bytes],
+        "workspace": [-(-size // unit) for size in model.workspace],
+        "room": max(0, (budget - model.problem.resident_bytes) // unit),
+        "cost": [round(time / tick) for time in model.time],
+        "hint": _hint(call),
+        "runs": constants.MOCCASIN_RUNS,
+        "seed": call.options.seed,
+        "work": constants.MOCCASIN_WORK,
+        "seconds": None if left == float("inf") else max(0.0, left),
+    }
 
-    def improve(self) -> Plan:
-        """The best plan of those known and those that CP-SAT finds."""
-        for runs in _answers(self._question(), self.deadline):
-            self._look_at(without_unread(self.model, runs))
-            self._look_at(runs)
-            if self.options.progress is not None:
-                time_us = self.best.time_us if self._fits() else None
-                base = self.model.problem.base_time_us
-                self.options.progress(Progress(NAME, self.deadline.seconds(), time_us, base))
-        return self.best
 
-    def _fits(self) -> bool:
-        return self.best.peak_bytes <= self.budget
-
-    def _look_at(self, runs: Collection[ExtraRun]) -> None:
-        """Keep a schedule if replay says that it fits, and that it is better."""
-        model = self.model
-        plan = make_plan(model.problem, model.names(steps_of(model.n, runs)), NAME)
-        better = not self._fits() or plan.time_us < self.best.time_us
-        if plan.peak_bytes <= self.budget and better:
-            self.best = plan
-
-    def _question(self) -> dict[str, Any]:
-        """The problem in integers, as `fxremat.planner.published.moccasin_intervals` reads it.
-
-        Bytes are rounded so that what fits in these units fits in bytes.
-        """
-        model = self.model
-        unit = max(1, self.budget // BYTE_PARTS)
-        tick = max(1e-9, model.problem.base_time_us) / TIME_PARTS
-        stages = [[op] for op in range(model.n)]
-        for stage, again in enumerate(all_runs(model)):
-            for op in again:
-                stages[op].append(stage)
-        left = self.deadline.left()
-        return {
-            "stages": stages,
-            "reads": model.reads,
-            "shares": [
-                [_shares(model, op, first, unit) for first in (True, False)]
-                for op in range(model.n)
-            ],
-            "writer": model.writer,
-            "kept": model.is_output,
-            "bytes": [-(-size // unit) for size in model.bytes],
-            "workspace": [-(-size // unit) for size in model.workspace],
-            "room": max(0, (self.budget - model.problem.resident_bytes) // unit),
-            "cost": [round(time / tick) for time in model.time],
-            "hint": self._hint(),
-            "runs": constants.MOCCASIN_RUNS,
-            "seed": self.options.seed,
-            "work": constants.MOCCASIN_WORK,
-            "seconds": None if left == float("inf") else max(0.0, left),
-        }
-
-    def _hint(self) -> list[list[int]] | None:
-        """The stages in which each op runs in the best plan, if no op runs too often there."""
-        if not self._fits():
-            return None
-        runs = StageSchedule(self.model, extra_runs(self.model, self.best.ops)).runs
-        return None if any(len(stages) > constants.MOCCASIN_RUNS for stages in runs) else runs
+def _hint(call: Incumbent) -> list[list[int]] | None:
+    """The stages in which each op runs in the best plan, if no op runs too often there."""
+    if not call.fits():
+        return None
+    runs = StageSchedule(call.model, call.runs).runs
+    return None if any(len(stages) > constants.MOCCASIN_RUNS for stages in runs) else runs
 
 
 def _shares(model: IndexedProblem, op: int, first: bool, unit: int) -> list[tuple[int, int]]:

@@ -11,21 +11,21 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from operator import le
-from typing import TypeVar
+from itertools import repeat
+
+import numpy as np
+import numpy.typing as npt
 
 from fxremat.core.problem import Op, Phase, Problem, Value
 from fxremat.planner import constants
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.indexed_problem import IndexedProblem, build_model
-from fxremat.planner.local.editable_schedule import EditableSchedule, GapRanking, descend
-from fxremat.planner.local.pareto_front import ParetoFront, steps_of
-from fxremat.planner.local.stage_schedule import StageSchedule
+from fxremat.planner.local.editable_schedule import descend_from_store_all
+from fxremat.planner.local.stage_schedule import ParetoFront, steps_of
 
 PAUSE = "pause"
 Steps = tuple[int, ...]
 """The ops of a part's backward, with forward ops between them that run again."""
-Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -125,12 +125,9 @@ def _op(model: IndexedProblem, op: int, phase: Phase, repeatable: bool) -> Op:
 
 def eviction_front(model: IndexedProblem, deadline: Deadline) -> ParetoFront:
     """The front that eviction paths from store-all give."""
-    front, store_all = ParetoFront(model), StageSchedule(model)
-    front.offer(store_all)
+    front = ParetoFront(model)
     work = min(2 * constants.WORK // 5, constants.WORK_PER_OP * model.n)
-    for length in constants.HALVES:
-        if deadline.running():
-            descend(EditableSchedule(store_all.copy(), GapRanking(length)), front, 0, work)
+    descend_from_store_all(front, 0, repeat(work), deadline)
     return front
 
 
@@ -160,43 +157,62 @@ def read_later(model: IndexedProblem, steps: Sequence[int]) -> frozenset[int]:
     return frozenset(live)
 
 
-def makers(part: Part, wanted: Iterable[int], own: frozenset[int]) -> Steps:
-    """The forward ops that make the wanted values again, and those of its ``own`` they read."""
-    model, missing, found = part.model, set(wanted), list[int]()
-    for op in reversed(part.forward):
+def makers(
+    model: IndexedProblem, forward: range, wanted: Iterable[int], own: frozenset[int]
+) -> Steps:
+    """The forward ops that make the wanted values again, and those of their ``own`` they read."""
+    missing, found = set(wanted), list[int]()
+    for op in reversed(forward):
         if not missing.isdisjoint(model.writes[op]):
             found.append(op)
             missing.update(own.intersection(model.reads[op]))
     return tuple(reversed(found))
 
 
-def not_beaten(weighed: Iterable[tuple[tuple[float, ...], Item]], most: int) -> list[Item]:
-    """Those that no other beats in all figures, by the first; thinned evenly where many."""
-    kept: list[tuple[tuple[float, ...], Item]] = []
-    for figures, item in sorted(weighed, key=lambda pair: pair[0]):
-        if not any(all(map(le, other, figures)) for other, _ in kept):
-            kept.append((figures, item))
-    return [item for _, item in kept[:: max(1, -(-len(kept) // most))]]
+def never_rising(costs: Sequence[npt.NDArray[np.float64]], count: int) -> list[int]:
+    """One of ``count`` places for each row of costs, never a higher one than before, at least cost.
+
+    Where several will do a row stays with the higher place.
+    """
+    best: list[npt.NDArray[np.float64]] = []
+    from_above = np.zeros(count)
+    for cost in costs:
+        best.append(cost + from_above)
+        from_above = np.minimum.accumulate(best[-1][::-1])[::-1]
+    places: list[int] = []
+    low = 0
+    for row in reversed(best):
+        low = count - 1 - int(row[low:][::-1].argmin())
+        places.append(low)
+    return places[::-1]
 
 
 def most_alive(model: IndexedProblem, steps: Sequence[int], keep: frozenset[int]) -> int:
-    """Bytes at the worst step, of what the steps touch; values in ``keep`` stay to the end.
-
-    Backwards: a copy is held while the next that happens to it is a read, as a replay counts it.
-    """
-    sizes, worst = model.bytes, 0
-    touched = {v for op in steps for v in (*model.reads[op], *model.writes[op])}
-    live = set(keep & touched)
-    total = sum(sizes[value] for value in live)
-    for op in reversed(steps):
-        writes, reads = set(model.writes[op]), set(model.reads[op])
-        gone = (writes | reads) - live
-        now = model.workspace[op] + total + sum(sizes[value] for value in gone)
+    """Bytes at the worst step, of what the steps touch; values in ``keep`` stay to the end."""
+    touched = frozenset(v for op in steps for v in (*model.reads[op], *model.writes[op]))
+    worst = 0
+    for op, alive, gone in backwards(model, steps, touched, keep):
         over = dict[int, int]()
         for read, write in model.inplace[op]:
             if read in gone and write not in over:
-                over[write] = min(sizes[read], sizes[write])
-        worst = max(worst, now - sum(over.values()))
+                over[write] = min(model.bytes[read], model.bytes[write])
+        worst = max(worst, alive - sum(over.values()))
+    return worst
+
+
+def backwards(
+    model: IndexedProblem, steps: Sequence[int], values: frozenset[int], keep: frozenset[int]
+) -> Iterator[tuple[int, int, set[int]]]:
+    """The steps, the last first: the op, the bytes alive while it runs, what is gone after it.
+
+    Bytes are those of the given values and of its workspace; values in ``keep`` stay to the end. A
+    copy is held while the next that happens to it is a read, as a replay counts it.
+    """
+    sizes, live = model.bytes, set(keep & values)
+    total = sum(sizes[value] for value in live)
+    for op in reversed(steps):
+        writes, reads = values.intersection(model.writes[op]), values.intersection(model.reads[op])
+        gone = set(writes | reads) - live
+        yield op, model.workspace[op] + total + sum(sizes[value] for value in gone), gone
         total += sum(sizes[v] for v in reads - live) - sum(sizes[v] for v in writes & live)
         live = (live - writes) | reads
-    return worst

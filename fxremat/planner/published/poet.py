@@ -23,9 +23,8 @@ from fxremat.planner.deadline import Deadline
 from fxremat.planner.local import greedy
 from fxremat.planner.moves.offload import items_of, least_bytes, movable, priced, rerun_costs
 from fxremat.planner.moves.transfers import place
-from fxremat.planner.options import SolverOptions
 from fxremat.planner.plans import make_plan
-from fxremat.planner.solvers import Solver
+from fxremat.planner.solvers import Solver, SolverOptions
 
 NAME = "poet"
 RATIOS = (math.inf, 4.0, 1.5, 1.0, 0.5, 0.0)
@@ -69,7 +68,9 @@ def solve(
         line = _schedule(problem, budget_bytes, options, energy, inner, ratio)
         excess = 0 if budget_bytes is None else max(0, line.peak_bytes - budget_bytes)
         rank = (float(excess), max(0.0, line.time_us - limit), energy.of(line))
-        if _fits_the_host(line) and (best is None or rank < best[0]):
+        cap = None if problem.copies is None else problem.copies.host_bytes
+        fits_the_host = cap is None or line.host_peak_bytes <= cap
+        if fits_the_host and (best is None or rank < best[0]):
             best = rank, line
     assert best is not None  # without moves every schedule fits the host
     return make_plan(
@@ -83,13 +84,9 @@ def solve(
 
 
 def _schedule(
-    problem: Problem,
-    budget: int | None,
-    options: SolverOptions,
-    energy: Energy,
-    inner: Solver,
+    problem: Problem, budget: int | None, options: SolverOptions, energy: Energy, inner: Solver,
     ratio: float,
-) -> Timeline:
+) -> Timeline:  # fmt: skip
     """The schedule for one choice of what may move."""
     if problem.copies is None:
         return replay(problem, inner(problem, budget, options).steps)
@@ -101,9 +98,3 @@ def _schedule(
     moved = set() if ratio == math.inf else moved
     answer = inner(priced(question, moved, price, recompute=True), budget, options)
     return place(problem, items_of(problem, answer.ops), budget)
-
-
-def _fits_the_host(line: Timeline) -> bool:
-    copies = line.problem.copies
-    cap = None if copies is None else copies.host_bytes
-    return cap is None or line.host_peak_bytes <= cap

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from fxremat.core.constants import MEASURABLE
 from fxremat.planner import constants
 from fxremat.planner.deadline import Deadline
-from fxremat.planner.milp.highs import SCALE, Milp, Solution, Term
+from fxremat.planner.milp.highs import SCALE, Milp, Solution, Term, present
 from fxremat.planner.variants.all_variants import AllVariants, Condition, Read
 
 
@@ -52,10 +52,12 @@ class ChoiceMilp:
         combined = self.combined
         base = max(combined.problem.base_time_us, 1e-9)
         self.per_us = SCALE / base if self.budget is not None else constants.GAP * SCALE / base
-        self.per_byte = SCALE / max(1, self.budget or _all_bytes(combined))
-        self.peak = self.milp.real(1.0, high=float("inf")) if self.budget is None else None
         self.bytes_of = combined.problem.bytes_of
-        self.last_needed, self.last_read = _last_needed(combined), _last_reads(combined)
+        self.per_byte = SCALE / max(1, self.budget or sum(self.bytes_of.values()))
+        self.peak = self.milp.real(1.0, high=float("inf")) if self.budget is None else None
+        # The last stage whose first run reads each value.
+        self.last_read = {read.value: read.stage for reads in combined.reads for read in reads}
+        self.last_needed = _last_needed(combined)
         for index in combined.usable:
             self.taken[index] = self.milp.binary(combined.added_us[index] * self.per_us)
         for group in combined.excluding:
@@ -165,8 +167,7 @@ class ChoiceMilp:
                 continue
             stays[name] = self.milp.real()
             ends = [(begin, -1.0), (end, -1.0)]
-            run = self.rerun[j].get(self._written(name))
-            runs = [] if run is None else [(run, 1.0)]
+            runs = present(self.rerun[j].get(self._written(name)))
             self.milp.row([(stays[name], 1.0), *ends, *runs], low=-1.0)
         total = self.milp.real(high=float("inf"))
         parts = [(column, self.bytes_of[name] * self.per_byte) for name, column in stays.items()]
@@ -244,14 +245,7 @@ class ChoiceMilp:
         return [r for r in found.values() if r.condition.always or r.value not in always]
 
     def _sources(self, j: int, name: str) -> list[Term]:
-        terms: list[Term] = []
-        column = self.held[j].get(name)
-        if column is not None:
-            terms.append((column, 1.0))
-        run = self.rerun[j].get(self._written(name))
-        if run is not None:
-            terms.append((run, 1.0))
-        return terms
+        return present(self.held[j].get(name), self.rerun[j].get(self._written(name)))
 
     def _first_runs_find_their_reads(self, j: int) -> None:
         last = j + 1 == len(self.points)
@@ -285,8 +279,7 @@ class ChoiceMilp:
         """A good choice; where there are many columns, near the linear relaxation."""
         nodes = 1  # what comes after the root mostly raises the bound, which proves nothing here
         gap, absolute = (MEASURABLE, 0.0) if self.budget is None else (0.0, constants.GAP * SCALE)
-        relaxed = self.milp.relaxed(deadline)
-        near = self.milp.solve_near(relaxed, deadline, nodes=nodes, gap=gap, absolute_gap=absolute)
+        near = self.milp.solve_near(deadline, nodes=nodes, gap=gap, absolute_gap=absolute)
         enough = gap * abs(near.objective) + absolute
         if near.values is not None and near.objective - near.bound <= enough:
             return near
@@ -306,15 +299,6 @@ class ChoiceMilp:
             stage: {name for name, c in columns.items() if solution.chosen(c)}
             for stage, columns in zip(self.points, self.held, strict=True)
         }
-
-
-def _all_bytes(combined: AllVariants) -> int:
-    return sum(combined.problem.bytes_of.values())
-
-
-def _last_reads(combined: AllVariants) -> dict[str, int]:
-    """The last stage whose first run reads each value."""
-    return {read.value: read.stage for reads in combined.reads for read in reads}
 
 
 def _last_needed(combined: AllVariants) -> dict[str, int]:

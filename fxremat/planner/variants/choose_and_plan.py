@@ -24,15 +24,17 @@ from fxremat.core.variants import run_once, take
 from fxremat.planner import constants
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.indexed_problem import IndexedProblem, build_model
+from fxremat.planner.local import greedy
 from fxremat.planner.local.stage_schedule import ExtraRun, StageSchedule
+from fxremat.planner.milp.moments import apart
 from fxremat.planner.milp.relaxation import extra_runs_for
-from fxremat.planner.options import SolverOptions
+from fxremat.planner.moves import offload
+from fxremat.planner.plans import rank
+from fxremat.planner.solvers import SolverOptions
 from fxremat.planner.variants.all_variants import AllVariants, combine
 from fxremat.planner.variants.choice_milp import ChoiceMilp
 
 Solve = Callable[[Problem], Plan]
-Quick = Callable[[Problem, Plan | None], Plan]
-"""Also takes the plan of an almost equal problem, where there is one, to begin with."""
 Names = tuple[str, ...]
 
 
@@ -44,33 +46,23 @@ class TriedChoice:
     problem: Problem
     plan: Plan
 
-    def rank(self, budget_bytes: int | None) -> tuple[float, float]:
-        """The rank of its plan; less is better."""
-        return _rank(self.plan, budget_bytes)
-
-
-def _rank(plan: Plan, budget_bytes: int | None) -> tuple[float, float]:
-    """Plans that fit first, by time; the others by peak."""
-    over = budget_bytes is not None and plan.peak_bytes > budget_bytes
-    return (plan.peak_bytes if over else 0.0, plan.time_us)
-
 
 def solve(
-    problem: Problem, budget_bytes: int | None, options: SolverOptions, quick: Quick, solver: Solve
+    problem: Problem, budget_bytes: int | None, options: SolverOptions, solver: Solve
 ) -> Plan:
-    """The best plan over all choices tried. ``quick`` ranks them, ``solver`` plans the best.
+    """The best plan over all choices tried. Quick plans rank them, ``solver`` plans the best.
 
     The plan's steps are those of `take(problem, plan.variants)`, and so is what it proves.
     """
     deadline = Deadline(options.time_limit_s)
-    search = _VariantSearch(problem, budget_bytes, quick, deadline, options.improved)
-    found = sorted(search.tried(), key=lambda one: one.rank(budget_bytes))
+    search = _VariantSearch(problem, budget_bytes, options, deadline)
+    found = sorted(search.tried(), key=lambda one: rank(one.plan, budget_bytes))
     near = _best_few(found, budget_bytes)
     if search.lowest is not None and search.lowest not in near:
         near.append(search.lowest)
     plans = [replace(solver(one.problem), variants=one.names) for one in near]
     plans += [replace(one.plan, variants=one.names) for one in near]
-    best_plan = min(plans, key=lambda plan: _rank(plan, budget_bytes))
+    best_plan = min(plans, key=lambda plan: rank(plan, budget_bytes))
     return replace(best_plan, budget_bytes=budget_bytes, seconds=deadline.seconds())
 
 
@@ -80,7 +72,7 @@ def _best_few(found: Sequence[TriedChoice], budget_bytes: int | None) -> list[Tr
     alike = [
         one
         for one in found[: constants.MOST_SOLVED]
-        if one.rank(budget_bytes)[0] == best.rank(budget_bytes)[0]
+        if rank(one.plan, budget_bytes)[0] == rank(best.plan, budget_bytes)[0]
         and one.plan.time_us <= best.plan.time_us * (2 - constants.LESS)
     ]
     limit = 0 if budget_bytes is None else budget_bytes * (2 - constants.LESS)
@@ -98,9 +90,8 @@ def _best_few(found: Sequence[TriedChoice], budget_bytes: int | None) -> list[Tr
 class _VariantSearch:
     problem: Problem
     budget: int | None
-    quick: Quick
+    options: SolverOptions
     deadline: Deadline
-    improved: bool
     tried_choices: dict[Names, TriedChoice] = field(default_factory=dict)
     lowest: TriedChoice | None = None
     """Where nothing fits: the newest choice, mostly that of the MILP with the most points.
@@ -124,7 +115,9 @@ class _VariantSearch:
             self._try_chosen(combined, None)
             self.lowest = list(self.tried_choices.values())[-1]
         self._try(self._fastest(combined))
-        if self.improved and not self._is_out_of_reach():
+        # Far from the budget, one variant more or less will not bring the best choice under it.
+        lowest = self._leader().plan.peak_bytes
+        if self.options.improved and lowest <= OUT_OF_REACH * (self.budget or inf):
             self._improve(combined)
         return list(self.tried_choices.values())
 
@@ -171,7 +164,7 @@ class _VariantSearch:
         return ops, changes, variant.name in taken
 
     def _leader(self) -> TriedChoice:
-        return min(self.tried_choices.values(), key=lambda one: one.rank(self.budget))
+        return min(self.tried_choices.values(), key=lambda one: rank(one.plan, self.budget))
 
     def _toggled(self, combined: AllVariants, names: Names, index: int) -> Names:
         """The choice with one variant less, or with one more and without what that excludes."""
@@ -211,12 +204,8 @@ class _VariantSearch:
                 break
         return found
 
-    def _is_out_of_reach(self) -> bool:
-        """Whether one variant more or less will not bring the best choice under the budget."""
-        return self._leader().plan.peak_bytes > OUT_OF_REACH * (self.budget or inf)
-
     def _best(self) -> tuple[float, float]:
-        return self._leader().rank(self.budget)
+        return rank(self._leader().plan, self.budget)
 
     def _over(self, names: Names) -> bool:
         """Whether what is left of a choice does not fit, or nothing is."""
@@ -233,7 +222,15 @@ class _VariantSearch:
                 left = take(self.problem, names)
             except InvalidProblem:
                 return
-            self.tried_choices[names] = TriedChoice(names, left, self.quick(left, near))
+            self.tried_choices[names] = TriedChoice(names, left, self._quick(left, near))
+
+    def _quick(self, left: Problem, near: Plan | None) -> Plan:
+        """A plan found with less work; ``near`` is that of an almost equal choice."""
+        if left.copies is not None:
+            return offload.quick(left, self.budget, self.options)
+        if near is not None and self.budget is not None:
+            return greedy.adapt(near, left, self.budget, self.options)
+        return greedy.quick(left, self.budget, self.options)
 
     def _fastest(self, combined: AllVariants) -> Names:
         """What saves time in any case."""
@@ -252,7 +249,7 @@ class _VariantSearch:
         under a budget, the highest of the MILP's own schedule. As long as what is left of its
         choices does not fit, the MILP gets less, and more again once it does.
         """
-        points = self._highest(combined, ()) | self._largest(combined, ())
+        points = self._highest(combined) | self._largest(combined, self.tried_choices[()])
         target = budget
         for number in range(ROUNDS):
             choice = ChoiceMilp(combined, sorted(points), target)
@@ -265,9 +262,11 @@ class _VariantSearch:
                 return
             names = choice.names(solution)
             yield names
-            new = self._peak(combined, names) | self._largest(combined, names)
-            if budget is not None:
-                new |= self._worst(combined, names, choice.held_at(solution))
+            tried, new = self.tried_choices.get(names), set[int]()
+            if tried is not None:
+                new |= self._peak(combined, tried) | self._largest(combined, tried)
+            if tried is not None and budget is not None:
+                new |= self._worst(combined, tried, choice.held_at(solution))
             before = target
             if number and budget is not None and target is not None:
                 target = int(
@@ -279,19 +278,18 @@ class _VariantSearch:
                 return
             points |= new
 
-    def _highest(self, combined: AllVariants, names: Names) -> set[int]:
-        left = build_model(take(self.problem, names))
-        highest = (-StageSchedule(left).peak).argsort(kind="stable")[:1]
-        return _stages(combined, (left.problem.ops[int(stage)] for stage in highest))
+    def _highest(self, combined: AllVariants) -> set[int]:
+        """The highest stage without variants."""
+        left = build_model(self.tried_choices[()].problem)
+        highest = StageSchedule(left).peak.argmax() if left.n else 0
+        return _stages(combined, left.problem.ops[highest:][:1])
 
-    def _largest(self, combined: AllVariants, names: Names) -> set[int]:
+    def _largest(self, combined: AllVariants, tried: TriedChoice) -> set[int]:
         """The stages whose ops hold most by what they read, write and need meanwhile.
 
         Under a budget, of those that are over it by themselves.
         """
-        if names not in self.tried_choices:
-            return set()
-        left = self.tried_choices[names].problem
+        left = tried.problem
         sizes, room = left.bytes_of, (self.budget or 0) - left.resident_bytes
 
         def own(op: Op) -> int:
@@ -300,38 +298,36 @@ class _VariantSearch:
         largest = heapq.nlargest(constants.POINTS // 4, left.ops, key=own)
         return _stages(combined, (op for op in largest if own(op) > room))
 
-    def _peak(self, combined: AllVariants, names: Names) -> set[int]:
+    def _peak(self, combined: AllVariants, tried: TriedChoice) -> set[int]:
         """Where the plan of a choice is highest, of the stages that are over the budget.
 
         Of an op that runs again there, the stages before and after.
         """
-        if names not in self.tried_choices or not self._over(names):
+        if not self._over(tried.names):
             return set()
-        left, plan = self.tried_choices[names].problem, self.tried_choices[names].plan
-        steps, live = plan.steps, replay(left, plan.steps).live_bytes
+        left, steps = tried.problem, tried.plan.steps
+        live = replay(left, steps).live_bytes
         first = sorted({step: i for i, step in reversed([*enumerate(steps)])}.values())
         highest = sorted(range(len(live)), key=lambda i: -live[i])
         over = itertools.takewhile(lambda i: live[i] > (self.budget or 0), highest)
         found = set[int]()
-        for place in _apart(over, len(live)):
+        for place in apart(over, len(live)):
             found.update(first[bisect_right(first, place) - 1 :][:1])
             found.update(first[bisect_left(first, place) :][:1])
         return _stages(
             combined, (left.op_of[step] for i in found if isinstance(step := steps[i], str))
         )
 
-    def _worst(self, combined: AllVariants, names: Names, held: dict[int, set[str]]) -> set[int]:
+    def _worst(
+        self, combined: AllVariants, tried: TriedChoice, held: dict[int, set[str]]
+    ) -> set[int]:
         """The highest stages of the schedule that holds this, away from each other."""
-        try:
-            left = take(self.problem, names)
-        except InvalidProblem:
-            return set()
-        model = build_model(left)
+        model = build_model(tried.problem)
         state = StageSchedule(model, runs_that_hold(model, combined, held))
         highest = [int(stage) for stage in (-state.peak).argsort(kind="stable") if stage < model.n]
         over = (stage for stage in highest if state.peak[stage] > (self.budget or 0))
-        found = _apart(itertools.chain(highest[:1], over), model.n)
-        return _stages(combined, map(left.ops.__getitem__, found))
+        found = apart(itertools.chain(highest[:1], over), model.n)
+        return _stages(combined, map(tried.problem.ops.__getitem__, found))
 
 
 def runs_that_hold(
@@ -346,17 +342,6 @@ def runs_that_hold(
         if combined.ops[stage].name in place
     }
     return extra_runs_for(left, outlives)
-
-
-def _apart(places: Iterable[int], length: int) -> list[int]:
-    """The first few of the places that are not close to one before them."""
-    found: list[int] = []
-    for place in places:
-        if all(abs(place - other) >= max(1, length // constants.APART) for other in found):
-            found.append(place)
-        if len(found) == constants.POINTS // 4:
-            break
-    return found
 
 
 def _stages(combined: AllVariants, ops: Iterable[Op]) -> set[int]:

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 
 from fxremat.planner.indexed_problem import INPUT, IndexedProblem
 from fxremat.planner.local.stage_schedule import ExtraRun, StageSchedule
-from fxremat.planner.milp.highs import FREE, SCALE, Milp, Term
+from fxremat.planner.milp.highs import FREE, SCALE, Milp, Term, present
 
 Allowed = Sequence[Sequence[int]]
 """For each stage the ops that may run again in it, in base order."""
@@ -130,11 +130,8 @@ class CheckmateMilp:
 
     def available(self, stage: int, value: int) -> list[Term]:
         """S[t,v] + R[t,w] for the writer w: how much of the value the stage has."""
-        terms: list[Term] = [(self.stays(stage, value), 1.0)]
-        writer = self.model.writer[value]
-        if writer in self.run[stage]:
-            terms.append((self.run[stage][writer], 1.0))
-        return terms
+        run = self.run[stage].get(self.model.writer[value])
+        return present(self.stays(stage, value), run)
 
     def sum_of(self, terms: list[Term]) -> int:
         """A column of bytes, at most the budget, that is the sum of the terms."""
@@ -222,13 +219,6 @@ def build_programme(
     return programme
 
 
-def _writes(programme: CheckmateMilp, op: int) -> float:
-    """What a repeat of the op writes, in units of the programme; outputs are there already."""
-    return sum(
-        programme.size(v) for v in programme.model.writes[op] if not programme.model.is_output[v]
-    )
-
-
 def _users(programme: CheckmateMilp, stage: int, value: int) -> list[int]:
     """The ops that may read the value in the stage, in order."""
     return [op for op in programme.run[stage] if value in programme.model.reads[op]]
@@ -262,8 +252,7 @@ def _track_order(programme: CheckmateMilp, stage: int) -> None:
         for op in sorted({*_users(programme, stage, value), *{writer} & {*programme.run[stage]}}):
             if op != writer:
                 programme.at_most([(programme.run[stage][op], 1.0), *gone], available)
-            if (value, op) in programme.free[stage]:
-                gone.append((programme.free[stage][value, op], 1.0))
+            gone += present(programme.free[stage].get((value, op)))
         programme.at_most([(programme.stays(stage + 1, value), 1.0), *gone], available)
 
 
@@ -278,7 +267,9 @@ def _fit_in_order(programme: CheckmateMilp, stage: int) -> None:
     before: list[Term] = [(programme.bytes_at_start[stage], 1.0)]
     for op in programme.allowed[stage]:
         ran = programme.run[stage][op]
-        own = _writes(programme, op) + model.workspace[op] / programme.byte_unit
+        # Outputs are there already, so that a repeat does not write them.
+        written = sum(programme.size(v) for v in model.writes[op] if not model.is_output[v])
+        own = written + model.workspace[op] / programme.byte_unit
         saved = programme.taken_over(stage, op)
         gone, shared = _gone(programme, stage, op, saved)
         used = programme.sum_of([*before, (ran, own), *shared])
@@ -289,15 +280,11 @@ def _gone(
     programme: CheckmateMilp, stage: int, op: int, saved: dict[int, float]
 ) -> tuple[list[Term], list[Term]]:
     """Terms of the bytes that are freed after the op, and of those that it takes over."""
-    model = programme.model
-    gone: list[Term] = []
-    shared: list[Term] = []
-    for value in (*model.reads[op], *model.writes[op]):
-        column = programme.free[stage].get((value, op))
-        if column is not None:
-            taken = saved.get(value, 0.0)
-            gone.append((column, taken - programme.size(value)))
-            shared.append((column, -taken))
+    gone, shared = list[Term](), list[Term]()
+    for value in (*programme.model.reads[op], *programme.model.writes[op]):
+        column, taken = programme.free[stage].get((value, op)), saved.get(value, 0.0)
+        gone += present(column, factor=taken - programme.size(value))
+        shared += present(column, factor=-taken)
     return gone, shared
 
 
@@ -319,21 +306,17 @@ def _fit_in_any_order(programme: CheckmateMilp, stage: int) -> None:
     held = _add_held_throughout(programme, stage)
     changes: list[Term] = []
     for value, column in held.items():
-        changes += [
-            (programme.stay[stage][value], -programme.size(value)),
-            (column, programme.size(value)),
-        ]
+        size = programme.size(value)
+        changes += [(programme.stay[stage][value], -size), (column, size)]
     others = programme.sum_of([(programme.bytes_at_start[stage], 1.0), *changes])
     for op in programme.allowed[stage]:
         terms: list[Term] = [(others, 1.0)]
-        own = model.workspace[op] / programme.byte_unit - sum(
-            programme.taken_over(stage, op).values()
-        )
+        saved = programme.taken_over(stage, op).values()
+        own = model.workspace[op] / programme.byte_unit - sum(saved)
         for value in (*model.reads[op], *model.writes[op]):
             if not model.is_output[value]:
                 own += programme.size(value)
-                if value in held:
-                    terms.append((held[value], -programme.size(value)))
+                terms += present(held.get(value), factor=-programme.size(value))
         programme.at_most([*terms, (programme.run[stage][op], own)], [], SCALE)
 
 
@@ -348,9 +331,9 @@ def _add_held_throughout(programme: CheckmateMilp, stage: int) -> dict[int, int]
         if value not in programme.stay[stage] or model.is_output[value]:
             continue
         needed = one if value in model.reads[stage] else programme.stays(stage + 1, value)
-        terms: list[Term] = [(programme.stay[stage][value], 1.0), (needed, 1.0), (one, -1.0)]
-        if model.writer[value] in programme.run[stage]:
-            terms.append((programme.run[stage][model.writer[value]], -1.0))
+        run = programme.run[stage].get(model.writer[value])
+        terms = [(programme.stay[stage][value], 1.0), (needed, 1.0), (one, -1.0)]
+        terms += present(run, factor=-1.0)
         column = programme.held_throughout[stage][value] = programme.milp.real()
         programme.at_most(terms, [(column, 1.0)])
     return programme.held_throughout[stage]

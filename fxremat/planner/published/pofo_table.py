@@ -37,8 +37,7 @@ from fxremat.core.problem import Copies
 from fxremat.core.timing import transfer_us
 from fxremat.planner import constants
 from fxremat.planner.deadline import Deadline
-from fxremat.planner.published.chains.pofo_block_costs import Ways
-from fxremat.planner.published.chains.rotor_table import PAID, PAY, Table
+from fxremat.planner.published.rotor import PAID, PAY, Table
 
 Row = npt.NDArray[np.float64]
 Index = npt.NDArray[np.int64]
@@ -49,14 +48,28 @@ RECOMPUTE, SEND_AND_RECOMPUTE, REST = -1, -2, -3
 """Decisions that are no way of a block: `REST` leaves all further blocks to Rotor."""
 
 
-class Segments(Table):
-    """Rotor's table, asked for parts of the chain."""
+class Ways(NamedTuple):
+    """The ways to run one block, an entry of every array for each.
 
-    def part(self, x: int, i: int, j: int, slots: int) -> list[int]:
-        """The ops of the best way to do the blocks i..j within so many slots."""
-        out: list[int] = []
-        self._expand(out, x, i, j, slots)
-        return out
+    Bytes are those at the worst step of the forward and of the backward, those that stay in
+    between, and those that are sent. ``out`` and ``back`` are the transfers of the block's own
+    values, ``out_left`` and ``back_left`` what remains of them after its forward, and before its
+    backward, if nothing else moves. ``paid`` is 1 where the value that leaves is held for this
+    block: then it is the next one that keeps or sends it.
+    """
+
+    added: Row
+    forward: Row
+    backward: Row
+    forward_bytes: Row
+    backward_bytes: Row
+    kept: Row
+    sent: Row
+    out: Row
+    out_left: Row
+    back: Row
+    back_left: Row
+    paid: Row
 
 
 class States(NamedTuple):
@@ -100,24 +113,19 @@ class _End:
     rest: Decision | None
 
 
-@dataclass(frozen=True)
-class Asked:
-    """What a programme is asked for: answers within the budget that add no more than so much."""
-
-    copies: Copies
-    budget: float
-    most_added: float
-
-
 class Programme:
-    """The programme of one chain; ``ways[i][x]`` are those of block i."""
+    """The programme of one chain; ``ways[i][x]`` are those of block i.
+
+    Answers are within the budget, and add no more time than so much.
+    """
 
     def __init__(
-        self, segments: Segments, ways: Sequence[Sequence[Ways]], asked: Asked, deadline: Deadline
-    ) -> None:
-        self.segments, self.ways, self.copies = segments, ways, asked.copies
-        self.budget, self.most_added = asked.budget, asked.most_added
-        cap = asked.copies.host_bytes
+        self, segments: Table, ways: Sequence[Sequence[Ways]], copies: Copies, budget: float,
+        most_added: float, deadline: Deadline,
+    ) -> None:  # fmt: skip
+        self.segments, self.ways, self.copies = segments, ways, copies
+        self.budget, self.most_added = budget, most_added
+        cap = copies.host_bytes
         self.most_sent = np.inf if cap is None else float(cap)
         self.count = len(ways)
         first = [cost.options[0] for cost in segments.costs]

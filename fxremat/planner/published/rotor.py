@@ -1,4 +1,9 @@
-"""Rotor's dynamic programme over the blocks of a chain, with several options per block.
+"""Rotor: the best persistent checkpointing schedule of a chain of blocks.
+
+Beaumont, Eyraud-Dubois, Herrmann, Joly and Shilova, "Optimal checkpointing for heterogeneous
+chains" (arXiv 1911.13214). The dynamic programme (`Table`) knows the memory of a chain only in
+slots and by block, so its plans are replayed, and one is chosen by its replayed figures. They do
+not depend on the budget: a smaller budget never gives less time.
 
 ``best[x, i, j, m]`` is the least time of the forward of the blocks i..j and of their backward
 j..i within ``m`` slots of memory, where the value that enters block i is there at the start. The
@@ -20,17 +25,32 @@ A row over all m is one array operation. The table gives the best plan of every 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
 
+from fxremat.core.plan import Plan
+from fxremat.core.problem import Problem
 from fxremat.planner import constants
 from fxremat.planner.deadline import Deadline
-from fxremat.planner.published.chains.chain_costs import BlockCost, BlockRun, OptionCost
+from fxremat.planner.plans import make_plan, not_beaten, remembered
+from fxremat.planner.published.chain import (
+    BlockCost,
+    BlockRun,
+    Chain,
+    NotAChain,
+    OptionCost,
+    block_costs,
+    find_chain,
+    store_all,
+)
+from fxremat.planner.published.parts import Steps
+from fxremat.planner.solvers import SolverOptions
 
+NAME = "rotor"
 Row = npt.NDArray[np.float64]
 PAY, PAID = 0, 1
 SLOTS = 500
@@ -60,7 +80,7 @@ class Checkpoints:
 
 
 class Table:
-    """The programme of one chain; ``done`` is False where the clock stopped it."""
+    """The programme of one chain, with several options per block; ``done`` unless out of time."""
 
     def __init__(self, costs: Sequence[BlockCost], deadline: Deadline) -> None:
         self.costs = costs
@@ -85,9 +105,7 @@ class Table:
 
     def steps(self, slots: int) -> list[int]:
         """The ops of the best schedule within so many slots."""
-        out: list[int] = []
-        self._expand(out, PAY, 0, self.count - 1, slots)
-        return out
+        return self.part(PAY, 0, self.count - 1, slots)
 
     # -- what the cases cost ---------------------------------------------------------------
 
@@ -213,32 +231,24 @@ class Table:
 
     # -- reading ---------------------------------------------------------------------------
 
-    def _expand(self, out: list[int], x: int, i: int, j: int, m: int) -> None:
-        """Append the steps of the best way to do the blocks i..j within ``m`` slots."""
+    def part(self, x: int, i: int, j: int, m: int) -> list[int]:
+        """The ops of the best way to do the blocks i..j within ``m`` slots."""
         times = [self._time(x, i, j, m, k) for k in range(len(self.costs[i].options))]
         k = min(range(len(times)), key=times.__getitem__)
         if i < j:
             cuts = self._cuts(x, i, j)
             split = self._cut_times(x, i, j, m, cuts)
             if split.min() < times[k]:
-                part = int(split.argmin())
-                self._expand_cut(out, x, i, j, m, i + 1 + part, int(cuts.holds[part]))
-                return
-        option = self.costs[i].options[k]
-        out.extend(self._forward(option, i, j)[0].steps)
+                at, first = int(split.argmin()), j == self.count - 1
+                cut, left = i + 1 + at, m - int(cuts.holds[at])
+                over = [c.first_unsaved if first else c.rerun_unsaved for c in self.costs[i:cut]]
+                ahead = [op for run in over for op in run.steps]
+                return [*ahead, *self.part(PAY, cut, j, left), *self.part(x, i, cut - 1, m)]
+        option, inside = self.costs[i].options[k], list[int]()
         if i < j:
             paid = PAID if option.holds_leaves else PAY
-            self._expand(out, paid, i + 1, j, m - self._option(x, i, j, k).holds)
-        out.extend(option.backward.steps)
-
-    def _expand_cut(
-        self, out: list[int], x: int, i: int, j: int, m: int, cut: int, holds: int
-    ) -> None:
-        first = j == self.count - 1
-        for cost in self.costs[i:cut]:
-            out.extend((cost.first_unsaved if first else cost.rerun_unsaved).steps)
-        self._expand(out, PAY, cut, j, m - holds)
-        self._expand(out, x, i, cut - 1, m)
+            inside = self.part(paid, i + 1, j, m - self._option(x, i, j, k).holds)
+        return [*self._forward(option, i, j)[0].steps, *inside, *option.backward.steps]
 
     def _time(self, x: int, i: int, j: int, m: int, k: int) -> float:
         """Time of the case "all" with option k."""
@@ -267,3 +277,82 @@ def store_all_bytes(costs: Sequence[BlockCost]) -> int:
         worst = max(worst, held + pays + option.first.apart, held + kept + option.backward.apart)
         held, paid = held + option.held_first + kept, option.holds_leaves
     return worst
+
+
+@dataclass(frozen=True)
+class PlanFront:
+    """Plans that no other beats in both peak and time, by rising time."""
+
+    plans: tuple[Plan, ...]
+
+    def choose(self, budget_bytes: int | None) -> Plan:
+        """Least time within the budget, or least peak where nothing fits."""
+        fits = (p for p in self.plans if budget_bytes is None or p.peak_bytes <= budget_bytes)
+        return replace(next(fits, self.plans[-1]), budget_bytes=budget_bytes)
+
+
+def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) -> Plan:
+    """The plan of least time within the budget, or of least peak where none fits.
+
+    Raises `NotAChain` for a problem that is not a chain of blocks.
+    """
+    return whole_front(problem, options).choose(budget_bytes)
+
+
+@remembered
+def whole_front(problem: Problem, options: SolverOptions) -> PlanFront:
+    """The plans of a problem, remembered for the last few problems."""
+    deadline = Deadline(options.time_limit_s)
+    chain = coarser(find_chain(problem), constants.MOST_BLOCKS)
+    schedules = chain_schedules(chain, [[store_all(block)] for block in chain.blocks], deadline)
+    return best_plans(problem, schedules, NAME, deadline)
+
+
+def chain_schedules(
+    chain: Chain, options: Sequence[Sequence[Steps]], deadline: Deadline
+) -> list[tuple[str, ...]]:
+    """The schedules of the table, from least time to least memory; none where it was stopped.
+
+    They are as many as every other slot of the longest chain, evenly picked.
+    """
+    table = Table(block_costs(chain, options), deadline)
+    if not table.done:
+        return []
+    levels = table.levels()
+    stride = max(1, -(-len(levels) // (SLOTS // 2)))
+    picks = dict.fromkeys([*levels[::stride], *levels[-1:]])
+    return [chain.model.names(table.steps(slots)) for slots in picks]
+
+
+def best_plans(
+    problem: Problem, schedules: Iterable[tuple[str, ...]], name: str, deadline: Deadline
+) -> PlanFront:
+    """Replay the schedules and store-all, and keep what nothing else beats."""
+    plans = [make_plan(problem, steps, name) for steps in (problem.base_steps(), *schedules)]
+    best = not_beaten([(plan.time_us, plan.peak_bytes) for plan in plans])
+    return PlanFront(tuple(replace(plans[k], seconds=deadline.seconds()) for k in best))
+
+
+def coarser(chain: Chain, most: int) -> Chain:
+    """The chain with at most so many blocks: small neighbours are merged first."""
+    while len(chain.blocks) > most:
+        sizes = [len(block.forward) for block in chain.blocks]
+        pairs = sorted(range(len(sizes) - 1), key=lambda k: (sizes[k] + sizes[k + 1], k))
+        gone: set[int] = set()
+        for k in pairs:
+            if len(sizes) - len(gone) > most and not {k - 1, k, k + 1} & gone:
+                gone.add(k)
+        chain = chain.merged(cut for k, cut in enumerate(chain.cuts) if k not in gone)
+    return chain
+
+
+def grains(finest: Chain) -> Iterator[Chain]:
+    """The chain with its own blocks, then again and again with half as many as before."""
+    chain = finest
+    yield chain
+    while len(chain.blocks) > 2:
+        try:
+            chain = coarser(finest, max(2, len(chain.blocks) // 2))
+        except NotAChain:
+            return
+        yield chain

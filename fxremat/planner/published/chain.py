@@ -1,4 +1,4 @@
-"""Chains of blocks: a forward part that can be cut where one value crosses, and its backward.
+"""Chains of blocks: a forward part cut where one value crosses, its backward, and what they take.
 
 The forward part ends at the *turn*. It is cut between two ops wherever at most one evictable
 value is written before and read after, within the forward part. Each backward op then belongs
@@ -9,6 +9,15 @@ arXiv 1911.13214, section 3), found in a graph of ops.
 Real graphs keep to this nearly. A value that the backward of another block reads, too, is not
 the chain's to free: it is *fixed*, held from its write to its last read. Where such reads come
 before the backward of its own block, it is fixed so long only (`Block.early`).
+
+An option of a block is the steps of its backward: its ops, and between them forward ops that run
+again. Everything else follows from it: what must be held from the forward until then, and which
+forward ops make that. The options generalise Rotor's single one, "store all" (Zhao et al.,
+"Rockmate", ICML 2023, section 3: schedules of a block as options of the chain).
+
+Bytes are of two kinds. Before the turn and while a block's backward runs it is known which
+fixed values are there, so bytes are absolute. Forward ops that run again after the turn do so in
+front of some block's backward, so their bytes are counted without the fixed values.
 """
 
 from __future__ import annotations
@@ -17,14 +26,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
+from operator import sub
 
 import numpy as np
 import numpy.typing as npt
 
 from fxremat.core.problem import Problem
 from fxremat.planner import constants
-from fxremat.planner.indexed_problem import INPUT, IndexedProblem, build_model
-from fxremat.planner.options import ProblemRefused
+from fxremat.planner.indexed_problem import INPUT, IndexedProblem, build_model, live_bytes
+from fxremat.planner.published.parts import Steps, backwards, makers, never_rising, read_later
+from fxremat.planner.solvers import ProblemRefused
 
 
 class NotAChain(ProblemRefused, ValueError):
@@ -52,6 +63,11 @@ class Block:
     leaves: int | None
     local: frozenset[int]
     early: frozenset[int]
+
+    @cached_property
+    def left(self) -> frozenset[int]:
+        """The value that leaves, if any."""
+        return frozenset() if self.leaves is None else frozenset((self.leaves,))
 
     @cached_property
     def reach(self) -> frozenset[int]:
@@ -121,17 +137,13 @@ def _most_cuts(model: IndexedProblem) -> int:
 
     A backward op reads values from long ago, so the cuts before it are lost with it.
     """
-    gain = [0] * (model.n + 1)
-    for cut in range(1, model.n):
-        alone, second = _readers_across(model, cut)
-        gain[alone] += 1
-        gain[second] -= 1
-    return int(np.cumsum(gain)[: model.n].argmax())
+    cuts = ((*_readers_across(model, cut), 1) for cut in range(1, model.n))
+    gain = live_bytes(cuts, model.n)
+    return gain.index(max(gain))
 
 
 def _readers_across(model: IndexedProblem, cut: int) -> tuple[int, int]:
-    """The first op from ``cut`` on that reads a evictable value from before, and the first
-    that makes these two values."""
+    """The ops from ``cut`` on at which one evictable value from before is read, and then two."""
     seen: set[int] = set()
     alone = model.n
     for op in range(cut, model.n):
@@ -145,10 +157,8 @@ def _readers_across(model: IndexedProblem, cut: int) -> tuple[int, int]:
 
 def last_reads(model: IndexedProblem, turn: int) -> dict[int, int]:
     """The last op of the forward part that reads each evictable value."""
-    last: dict[int, int] = {}
-    for op in range(turn + 1):
-        last.update((value, op) for value in model.reads[op] if model.evictable(value))
-    return last
+    ops = range(turn + 1)
+    return {value: op for op in ops for value in model.reads[op] if model.evictable(value)}
 
 
 def _cuts(model: IndexedProblem, turn: int) -> list[int]:
@@ -164,7 +174,7 @@ def _cuts(model: IndexedProblem, turn: int) -> list[int]:
     found: list[int] = []
     seen: set[int] = set()
     for cut in range(1, turn + 1):
-        if len(crossing[cut]) <= 1 and not crossing[cut] & seen:
+        if len(crossing[cut]) <= 1 and seen.isdisjoint(crossing[cut]):
             found.append(cut)
             seen |= crossing[cut]
     if not found and turn:
@@ -202,11 +212,8 @@ def _segments(model: IndexedProblem, turn: int, starts: tuple[int, ...]) -> _Seg
         for value, op in enumerate(model.writer)
         if op <= turn and model.evictable(value)
     }
-    last = last_reads(model, turn)
-    enters = [
-        next((v for v, op in last.items() if model.writer[v] < start <= op), None)
-        for start in starts
-    ]
+    last = last_reads(model, turn).items()
+    enters = (next((v for v, op in last if model.writer[v] < s <= op), None) for s in starts)
     return _Segments(model, turn, starts, home, tuple(enters))
 
 
@@ -223,47 +230,24 @@ def _owners(parts: _Segments) -> list[int]:
         for value in model.reads[op]:
             if value in parts.home:
                 cost += model.bytes[value]
-                cost[parts.home[value]] -= model.bytes[value]
-                if value in entered:
-                    cost[entered[value]] -= model.bytes[value]
+                for block in (parts.home[value], entered.get(value)):
+                    if block is not None:
+                        cost[block] -= model.bytes[value]
         costs.append(cost)
     return never_rising(costs, count)
-
-
-def never_rising(costs: Sequence[npt.NDArray[np.float64]], count: int) -> list[int]:
-    """One of ``count`` places for each row of costs, never a higher one than before, at least cost.
-
-    Where several will do a row stays with the higher place.
-    """
-    best: list[npt.NDArray[np.float64]] = []
-    from_above = np.zeros(count)
-    for cost in costs:
-        best.append(cost + from_above)
-        from_above = np.minimum.accumulate(best[-1][::-1])[::-1]
-    places: list[int] = []
-    low = 0
-    for row in reversed(best):
-        low = count - 1 - int(row[low:][::-1].argmin())
-        places.append(low)
-    return places[::-1]
 
 
 def _build(model: IndexedProblem, turn: int, cuts: Sequence[int]) -> Chain:
     parts = _segments(model, turn, (0, *cuts))
     owners = _owners(parts)
+    first_op, count = turn + 1, len(parts.starts)
     read = {
         block
-        for op, block in enumerate(owners, turn + 1)
-        if any(value in parts.home for value in model.reads[op])
+        for op, block in enumerate(owners, first_op)
+        if not parts.home.keys().isdisjoint(model.reads[op])
     }
     if not read or (len(read) < 2 and model.n > constants.FEW_OPS):
         raise NotAChain("its backward ops read the values of one forward segment only")
-    return _assemble(parts, owners)
-
-
-def _assemble(parts: _Segments, owners: Sequence[int]) -> Chain:
-    model, count = parts.model, len(parts.starts)
-    first_op = parts.turn + 1
     sizes = [owners.count(block) for block in reversed(range(count))]
     stops = list(accumulate(sizes, initial=first_op))
     backward = [range(start, stop) for start, stop in pairwise(stops)][::-1]
@@ -285,12 +269,12 @@ def _assemble(parts: _Segments, owners: Sequence[int]) -> Chain:
         )
     spans = _spans(model, blocks)
     during, before = _profile(model, spans)
-    return Chain(model, parts.turn, parts.starts[1:], tuple(blocks), spans, during, before)
+    return Chain(model, turn, parts.starts[1:], tuple(blocks), spans, during, before)
 
 
 def _refuse_one_large(model: IndexedProblem, blocks: Sequence[Block]) -> None:
-    large = max(blocks, key=lambda block: len(block.forward) + len(block.backward))
-    size = len(large.forward) + len(large.backward)
+    sizes = [len(block.forward) + len(block.backward) for block in blocks]
+    size, large = max(sizes), blocks[sizes.index(max(sizes))]
     if size > max(constants.FEW_OPS, model.n // 2):
         op, last = model.problem.ops[large.forward[0]].name, model.problem.ops[large.forward[-1]]
         raise NotAChain(f"one block, from {op} to {last.name}, has {size} of its {model.n} ops")
@@ -343,14 +327,162 @@ def _profile(
     model: IndexedProblem, spans: dict[int, tuple[int, int]]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Bytes of fixed values while each op runs for the first time, and just before."""
-    change = [0] * (model.n + 2)
-    begins = [0] * model.n
-    for value, (start, stop) in spans.items():
-        size = model.bytes[value]
-        change[max(start, 0)] += size
-        change[stop + 1] -= size
-        if start != INPUT:
-            begins[start] += size
-    live = list(accumulate(change[: model.n + 1], initial=model.problem.resident_bytes))[1:]
-    before = [now - new for now, new in zip(live, [*begins, 0], strict=True)]
-    return tuple(live[: model.n]), tuple(before)
+    count, size = model.n + 1, model.bytes
+    held = ((max(start, 0), stop + 1, size[v]) for v, (start, stop) in spans.items())
+    new = ((start, start + 1, size[v]) for v, (start, _) in spans.items() if start != INPUT)
+    live = live_bytes([(0, count, model.problem.resident_bytes), *held], count)
+    return tuple(live[:-1]), tuple(map(sub, live, live_bytes(new, count)))
+
+
+# -- what the options of a block take --------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class BlockRun:
+    """Ops in order, and their bytes at the worst step.
+
+    ``apart`` is without the value that enters the block, for when something else holds that;
+    ``whole`` is with it, freed after its last read.
+    """
+
+    steps: tuple[int, ...]
+    time: float
+    apart: int
+    whole: int
+
+
+@dataclass(frozen=True)
+class OptionCost:
+    """One option of one block.
+
+    ``held`` are the bytes between forward and backward without the value that enters,
+    ``held_first`` the same before the turn. ``needs_enters`` says whether the backward reads the
+    value that enters, ``holds_leaves`` whether ``held`` counts the value that leaves. ``first``
+    is the forward before the turn, ``rerun`` after it, ``last`` where no later block follows.
+    """
+
+    held: int
+    held_first: int
+    needs_enters: bool
+    holds_leaves: bool
+    first: BlockRun
+    again: BlockRun
+    last: BlockRun
+    backward: BlockRun
+
+
+@dataclass(frozen=True)
+class BlockCost:
+    """A block: bytes of the value that enters, the forward that holds only the one that leaves.
+
+    ``early`` are the bytes that stay until the turn whatever the block holds. ``gap`` are those
+    of the fixed values in front of the backward.
+    """
+
+    enters: int
+    early: int
+    gap: int
+    first_unsaved: BlockRun
+    rerun_unsaved: BlockRun
+    options: tuple[OptionCost, ...]
+
+
+def store_all(block: Block) -> Steps:
+    """Rotor's only option: nothing in the block runs again."""
+    return tuple(block.backward)
+
+
+def block_costs(chain: Chain, options: Sequence[Sequence[Steps]]) -> tuple[BlockCost, ...]:
+    """The costs of every block's options."""
+    return tuple(_block_cost(chain, *pair) for pair in zip(chain.blocks, options, strict=True))
+
+
+def _block_cost(chain: Chain, block: Block, options: Sequence[Steps]) -> BlockCost:
+    return BlockCost(
+        enters=0 if block.enters is None else chain.model.bytes[block.enters],
+        early=_sum(chain, block.early),
+        gap=chain.before[block.backward.start],
+        first_unsaved=_run(chain, block, block.forward, block.left | block.early),
+        rerun_unsaved=_again(chain, block, block.left),
+        options=tuple(option_cost(chain, block, option) for option in options),
+    )
+
+
+def option_cost(chain: Chain, block: Block, option: Steps) -> OptionCost:
+    """The cost of one option."""
+    saved = read_later(chain.model, option) & block.reach
+    inside = saved & block.local
+    return OptionCost(
+        held=_sum(chain, inside),
+        held_first=_sum(chain, inside | block.early),
+        needs_enters=bool(saved - inside),
+        holds_leaves=bool(saved & block.left),
+        first=_run(chain, block, block.forward, inside | block.left | block.early),
+        again=_again(chain, block, inside | block.left),
+        last=_again(chain, block, inside),
+        backward=_run(chain, block, option, frozenset()),
+    )
+
+
+def _again(chain: Chain, block: Block, wanted: frozenset[int]) -> BlockRun:
+    steps = makers(chain.model, block.forward, wanted, block.local)
+    return _run(chain, block, steps, wanted, positioned=False)
+
+
+def _run(
+    chain: Chain, block: Block, steps: Iterable[int], keep: frozenset[int], positioned: bool = True
+) -> BlockRun:
+    ops = tuple(steps)
+    time = sum(chain.model.time[op] for op in ops)
+    base = _base(chain, block, ops) if positioned else [(0, False)] * len(ops)
+    apart, whole = (_worst(chain, ops, its, keep, base) for its in (block.local, block.reach))
+    return BlockRun(ops, time, apart, whole)
+
+
+def _sum(chain: Chain, values: Iterable[int]) -> int:
+    return sum(chain.model.bytes[value] for value in values)
+
+
+Base = tuple[int, bool]
+"""Bytes of the fixed values at a step, and whether its op runs there for the first time."""
+
+
+def _base(chain: Chain, block: Block, steps: Sequence[int]) -> list[Base]:
+    """The base of each step, the last first; forward ops of a backward run before its next op."""
+    backward = bool(steps) and steps[-1] in block.backward
+    out: list[Base] = []
+    ahead = chain.before[block.backward.start]
+    for op in reversed(steps):
+        if backward and op in block.forward:
+            out.append((ahead, False))
+        else:
+            out.append((chain.fixed[op], True))
+            ahead = chain.before[op]
+    return out
+
+
+def _worst(
+    chain: Chain, steps: Steps, values: frozenset[int], keep: frozenset[int], base: Sequence[Base]
+) -> int:
+    """Bytes at the worst step: the given values, the workspace and the base."""
+    worst, back = 0, backwards(chain.model, steps, values, keep)
+    for (op, alive, gone), (fixed, first) in zip(back, base, strict=True):
+        over = _overtaken(chain, op, values, gone, first) if chain.model.inplace[op] else 0
+        worst = max(worst, fixed + alive - over)
+    return worst
+
+
+def _overtaken(chain: Chain, op: int, values: frozenset[int], gone: set[int], first: bool) -> int:
+    """Bytes that the op writes in place; fixed values begin and end at first runs only."""
+    model, spans = chain.model, chain.spans
+    begins, ends = set(values.intersection(model.writes[op])), set(gone)
+    if first:
+        begins.update(v for v in model.writes[op] if v in spans)
+        ends.update(v for v in model.reads[op] if v in spans and spans[v][1] == op)
+    saved = 0
+    for read, write in model.inplace[op]:
+        if read in ends and write in begins:
+            ends.remove(read)
+            begins.remove(write)
+            saved += min(model.bytes[read], model.bytes[write])
+    return saved

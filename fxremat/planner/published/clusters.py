@@ -1,4 +1,15 @@
-"""One level of the hierarchy: a problem whose ops are clusters, with their options as variants.
+"""Clusters: a graph of ops cut into parts that are planned apart, with what crosses between them.
+
+A *cluster* is a stretch of the forward part in base order and the stretch of the backward part
+that reads its values. Stretches of a topological order are convex, and the graph of clusters has
+no cycles, whatever the graph of ops looks like: long skips and cross attention only make more
+values cross. The cuts are those where the fewest bytes cross, of clusters of about equal size.
+
+Source: Gusak et al., "HiRemate" (ICML 2025, PMLR 267), section on partitioning: clusters of
+bounded size and small interface. Theirs grow bottom up by a score; ours are cut by a dynamic
+programme, which is exact for its measure.
+
+One level of the hierarchy: a problem whose ops are clusters, with their options as variants.
 
 The integer programme of Gusak et al., "HiRemate" (ICML 2025, PMLR 267), chooses an option for each
 cluster and lets clusters run again. Here it is the MILP that chooses variants
@@ -15,19 +26,164 @@ values come and go inside of a cluster is known to its workspace only; schedules
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
 
 from fxremat.core.problem import Change, Op, Problem, Value, Variant
 from fxremat.core.variants import take
 from fxremat.planner.deadline import Deadline
-from fxremat.planner.indexed_problem import INPUT, build_model
-from fxremat.planner.published.hrockmate.decomposition import Decomposition
-from fxremat.planner.published.parts import Steps, makers, most_alive, read_later
+from fxremat.planner.indexed_problem import INPUT, IndexedProblem, build_model, live_bytes
+from fxremat.planner.published.chain import last_reads, turns
+from fxremat.planner.published.parts import (
+    Part,
+    Steps,
+    makers,
+    most_alive,
+    never_rising,
+    read_later,
+)
 from fxremat.planner.variants.all_variants import combine
 from fxremat.planner.variants.choice_milp import ChoiceMilp
 from fxremat.planner.variants.choose_and_plan import runs_that_hold
+
+
+@dataclass(frozen=True)
+class Decomposition:
+    """A model in clusters, in forward order; the backward parts come in reverse order.
+
+    ``makes`` has the values of each cluster's forward part that can be computed again and that
+    other clusters read as well.
+    """
+
+    model: IndexedProblem
+    turn: int
+    clusters: tuple[Part, ...]
+    makes: tuple[frozenset[int], ...]
+
+    @staticmethod
+    def cut(model: IndexedProblem, turn: int, starts: Iterable[int]) -> Decomposition:
+        """The clusters that begin at op 0 and at these ops of the forward part."""
+        firsts = [0, *starts]
+        of_op = np.searchsorted(firsts, np.arange(turn + 1), side="right") - 1
+        owners = _owners(model, turn, of_op, len(firsts))
+        whose = [int(c) for c in of_op] + owners
+        readers: list[set[int]] = [set() for _ in model.bytes]
+        for op, reads in enumerate(model.reads):
+            for value in reads:
+                readers[value].add(whose[op])
+        local: list[set[int]] = [set() for _ in firsts]
+        makes: list[set[int]] = [set() for _ in firsts]
+        for value, op in enumerate(model.writer):
+            if op <= turn and model.evictable(value):
+                alone = readers[value] <= {whose[op]}
+                (local if alone else makes)[whose[op]].add(value)
+        clusters = []
+        for c, (start, stop) in enumerate(pairwise((*firsts, turn + 1))):
+            ops = [turn + 1 + k for k, owner in enumerate(owners) if owner == c]
+            backward = range(ops[0], ops[-1] + 1) if ops else range(model.n, model.n)
+            clusters.append(_part(model, range(start, stop), backward, (local[c], makes[c])))
+        return Decomposition(model, turn, tuple(clusters), tuple(map(frozenset, makes)))
+
+
+def _part(
+    model: IndexedProblem,
+    forward: range,
+    backward: range,
+    own: tuple[set[int], set[int]],
+) -> Part:
+    """A cluster, to be planned alone; ``own`` are its local values and those that it makes."""
+    local, makes = own
+    end = max(forward.stop, backward.stop)
+
+    def role(value: int) -> str:
+        return "local" if value in local else "made" if value in makes else "outside"
+
+    def stays(value: int) -> bool:
+        kept = model.is_output[value] or model.last_reads[value] >= end
+        return kept and role(value) == "outside" and not model.evictable(value)
+
+    return Part(model, forward, backward, frozenset(local), role, stays)
+
+
+def decompose(model: IndexedProblem, count: int) -> Decomposition:
+    """The model in about so many clusters."""
+    turn = turn_of(model)
+    return Decomposition.cut(model, turn, narrow_cuts(model, turn, max(1, min(count, turn + 1))))
+
+
+def turn_of(model: IndexedProblem) -> int:
+    """The last op of the forward part that makes something that may be dropped."""
+    turn = [*turns(model), model.n - 1][0]
+    while turn > 0 and not any(model.evictable(value) for value in model.writes[turn]):
+        turn -= 1
+    return turn
+
+
+def _owners(model: IndexedProblem, turn: int, of_op: npt.NDArray[np.intp], count: int) -> list[int]:
+    """The cluster of each backward op: never rising, with the fewest bytes read out of place.
+
+    Where several will do an op stays with the higher cluster, so that the next is needed late.
+    """
+    near: dict[int, set[int]] = {}
+    for op in range(turn + 1):
+        for value in (*model.reads[op], *model.writes[op]):
+            if model.evictable(value):
+                near.setdefault(value, set()).add(int(of_op[op]))
+    costs: list[npt.NDArray[np.float64]] = []
+    for op in range(turn + 1, model.n):
+        cost = np.zeros(count)
+        for value in model.reads[op]:
+            for cluster in near.get(value, ()):
+                cost[cluster] -= model.bytes[value]
+        costs.append(cost)
+    return never_rising(costs, count)
+
+
+# -- where to cut ----------------------------------------------------------------------------
+
+
+def _bytes_across(model: IndexedProblem, turn: int) -> npt.NDArray[np.float64]:
+    """Bytes of the values that forward ops before each op write and from it on read."""
+    last = last_reads(model, turn).items()
+    spans = ((model.writer[value] + 1, op + 1, model.bytes[value]) for value, op in last)
+    return np.array(live_bytes(spans, turn + 1), dtype=np.float64)
+
+
+def narrow_cuts(model: IndexedProblem, turn: int, count: int) -> list[int]:
+    """Cuts that the fewest bytes cross, between clusters of half to twice the average size: ours.
+
+    Of cuts that as many bytes cross, those of more even sizes are better.
+
+    ``best[k, i]`` is the least cost of the first i ops in k clusters.
+    """
+    bytes_across, n = _bytes_across(model, turn), turn + 1
+    average = n / count
+    sizes = np.arange(max(1, int(average / 2)), int(np.ceil(2 * average)) + 1)
+    uneven = (sizes / average - 1) ** 2 / (4 * count)  # altogether less than a byte
+    best = np.full((count + 1, n + 1), np.inf)
+    back = np.zeros((count + 1, n + 1), dtype=np.intp)
+    best[0, 0] = 0.0
+    for k in range(1, count + 1):
+        for i in range(int(sizes[0]), n + 1):
+            starts = i - sizes[sizes <= i]
+            cost = best[k - 1, starts] + uneven[: len(starts)] + bytes_across[starts] * (starts > 0)
+            pick = int(cost.argmin())
+            best[k, i], back[k, i] = cost[pick], starts[pick]
+    if not np.isfinite(best[count, n]):
+        return sorted({n * k // count for k in range(1, count)} - {0})
+    cuts, i = [], n
+    for k in range(count, 1, -1):
+        i = int(back[k, i])
+        cuts.append(i)
+    return cuts[::-1]
+
+
+# -- one level of the hierarchy ---------------------------------------------------------------
 
 
 @dataclass
@@ -38,6 +194,10 @@ class Level:
     options: list[list[Steps]]
     again: dict[str, Steps] = field(default_factory=dict)
     """The ops of each op of the problem when it runs again, or of a backward."""
+
+    def __post_init__(self) -> None:
+        self.model, self.clusters = self.decomposition.model, self.decomposition.clusters
+        self.makes = self.decomposition.makes
 
     def steps(self, budget: int, deadline: Deadline) -> Iterator[int]:
         """The ops of the best choice for a budget, in order; none where there is no choice."""
@@ -57,7 +217,7 @@ class Level:
             for other in again.get(stage, ()):
                 yield from self.again[left.ops[other].name]
             kind, c, *_ = op.name.split()
-            cluster = self.decomposition.clusters[int(c)]
+            cluster = self.clusters[int(c)]
             if kind == "run":
                 yield from range(done, cluster.forward.stop)
                 done = cluster.forward.stop
@@ -65,14 +225,14 @@ class Level:
                 yield from range(done, cluster.backward.start)
                 yield from self.options[int(c)][int(option.get(c, 0))]
                 done = cluster.backward.stop
-        yield from range(done, self.decomposition.model.n)
+        yield from range(done, self.model.n)
 
     # -- the problem -----------------------------------------------------------------------
 
     @cached_property
     def problem(self) -> Problem:
         """The problem of this level."""
-        model, clusters = self.decomposition.model, range(len(self.decomposition.clusters))
+        model, clusters = self.model, range(len(self.clusters))
         forward = [op for c in clusters for op in self._forward(c)]
         backward = [self._backward(c, 0) for c in reversed(clusters) if self.options[c]]
         variants = [self._variant(c, o) for c in clusters for o in range(1, len(self.options[c]))]
@@ -100,29 +260,29 @@ class Level:
     @cached_property
     def _crosses(self) -> list[bool]:
         """Whether each value is seen outside of one cluster's half."""
-        decomposition, model = self.decomposition, self.decomposition.model
+        model, turn = self.model, self.decomposition.turn
         users: list[set[tuple[int, bool]]] = [set() for _ in model.bytes]
-        for c, cluster in enumerate(decomposition.clusters):
+        for c, cluster in enumerate(self.clusters):
             for op in cluster.ops:
                 for value in (*model.reads[op], *model.writes[op]):
                     users[value].add((c, op in cluster.backward))
-        local = frozenset[int]().union(*(cluster.local for cluster in decomposition.clusters))
+        local = frozenset[int]().union(*(cluster.local for cluster in self.clusters))
         return [
             value not in local
             and (len(its) > 1 or model.is_output[value] or model.writer[value] == INPUT
-                 or (model.writer[value] <= decomposition.turn and not model.evictable(value)))
+                 or (model.writer[value] <= turn and not model.evictable(value)))
             for value, its in enumerate(users)
         ]  # fmt: skip
 
     def _forward(self, c: int) -> Iterator[Op]:
         """The ops of the forward part of a cluster."""
-        model, cluster = self.decomposition.model, self.decomposition.clusters[c]
+        model, cluster = self.model, self.clusters[c]
         written = {v for op in cluster.forward for v in model.writes[op] if self._crosses[v]}
-        makes = self.decomposition.makes[c]
+        makes = self.makes[c]
         once = sorted(written - makes)
         yield Op(f"once {c}", (), self._named(once), 0.0, phase="forward", repeatable=False)
         name, own = f"run {c}", makes | cluster.local
-        again = self.again[name] = makers(cluster, makes, own)
+        again = self.again[name] = makers(model, cluster.forward, makes, own)
         reads = {v for op in cluster.forward for v in model.reads[op]} - makes
         yield Op(
             name,
@@ -137,15 +297,9 @@ class Level:
 
     def _save(self, c: int, o: int) -> Op:
         """What an option holds, made from what enters the cluster."""
-        model, cluster, name = (
-            self.decomposition.model,
-            self.decomposition.clusters[c],
-            f"save {c} {o}",
-        )
-        saved = self._saved(c, o)
-        again = self.again[name] = makers(
-            cluster, saved, self.decomposition.makes[c] | cluster.local
-        )
+        model, cluster = self.model, self.clusters[c]
+        name, saved, own = f"save {c} {o}", self._saved(c, o), self.makes[c] | cluster.local
+        again = self.again[name] = makers(model, cluster.forward, saved, own)
         reads = read_later(model, again)
         space = most_alive(model, again, saved | reads) - self._bytes(reads) - self._bytes(saved)
         return Op(
@@ -159,8 +313,8 @@ class Level:
 
     def _backward(self, c: int, o: int) -> Op:
         """The backward of a cluster as an option says."""
-        model, steps = self.decomposition.model, self.options[c][o]
-        cluster = self.decomposition.clusters[c]
+        model, steps = self.model, self.options[c][o]
+        cluster = self.clusters[c]
         self.again[f"back {c}"] = ()
         reads = frozenset(v for v in read_later(model, steps) if self._crosses[v])
         written = {v for op in cluster.backward for v in model.writes[op] if self._crosses[v]}
@@ -194,21 +348,20 @@ class Level:
     # -- figures ---------------------------------------------------------------------------
 
     def _saved(self, c: int, o: int) -> frozenset[int]:
-        later = read_later(self.decomposition.model, self.options[c][o])
-        return later & self.decomposition.clusters[c].local
+        return read_later(self.model, self.options[c][o]) & self.clusters[c].local
 
     def _held_between(self, c: int, o: int) -> int:
         return self._bytes(self._saved(c, o))
 
     def _bytes(self, values: frozenset[int] | set[int]) -> int:
-        return sum(self.decomposition.model.bytes[value] for value in values)
+        return sum(self.model.bytes[value] for value in values)
 
     def _time(self, steps: Sequence[int]) -> float:
-        return sum(self.decomposition.model.time[op] for op in steps)
+        return sum(self.model.time[op] for op in steps)
 
     def _workspace(
         self, steps: Sequence[int], keep: frozenset[int], seen: frozenset[int] | set[int]
     ) -> int:
         """Bytes at the worst step beside those of the values that the level sees."""
-        worst = most_alive(self.decomposition.model, steps, keep)
+        worst = most_alive(self.model, steps, keep)
         return max(0, worst - self._bytes({v for v in seen if self._crosses[v]}))

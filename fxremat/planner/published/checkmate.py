@@ -1,7 +1,7 @@
 """Checkmate: the schedule of least time as an integer programme, solved by HiGHS.
 
 Jain et al., "Checkmate: breaking the memory wall with optimal tensor rematerialization"
-(arXiv 1910.02653), section 4; the programme is in `fxremat.planner.published.checkmate.programme`.
+(arXiv 1910.02653), section 4; the programme is in `fxremat.planner.published.checkmate_milp`.
 
 Checkmate runs the repeats of a stage in base order. Here that order counts only in stages that
 exceed the budget without it: first in none, then in more and more. So the first programme is a
@@ -16,35 +16,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from fxremat.core.constants import ROUNDS
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
 from fxremat.core.timeline import replay
 from fxremat.planner import constants
-from fxremat.planner.deadline import Deadline
-from fxremat.planner.indexed_problem import IndexedProblem, build_model
-from fxremat.planner.local.greedy import extra_runs
-from fxremat.planner.local.pareto_front import steps_of
-from fxremat.planner.local.stage_schedule import ExtraRun
+from fxremat.planner.local.stage_schedule import steps_of
 from fxremat.planner.milp.highs import BOUND_MARGIN, Solution, Status
-from fxremat.planner.options import ProblemRefused, Progress, SolverOptions
-from fxremat.planner.peak_bound import peak_bound
-from fxremat.planner.plans import make_plan
-from fxremat.planner.published.checkmate.programme import (
+from fxremat.planner.published.checkmate_milp import (
     Allowed,
     CheckmateMilp,
     build_programme,
     start_values,
 )
 from fxremat.planner.published.known_schedule import (
+    Incumbent,
     all_runs,
     near_runs,
-    start_plan,
     with_runs,
     without_unread,
 )
+from fxremat.planner.solvers import ProblemRefused, SolverOptions
 
 NAME, PRUNED = "checkmate", "checkmate_pruned"
 
@@ -82,73 +75,18 @@ def solve_pruned(problem: Problem, budget_bytes: int | None, options: SolverOpti
     if work.is_decided():
         return work.plan()
     idle, before, hops = 0, None, 1
-    while True:
-        allowed = with_runs(near_runs(work.model, hops), work.best_runs)
-        if (
-            allowed == before
-            or sum(map(len, allowed)) > constants.MOST_RUNS
-            or not work.deadline.running()
-        ):
+    while idle < 2 and work.deadline.running():
+        allowed = with_runs(near_runs(work.model, hops), work.runs)
+        if allowed == before or sum(map(len, allowed)) > constants.MOST_RUNS:
             break
         before, hops = allowed, 2 * hops
         better = work.improve(allowed, constants.NODES // 2)
         idle = 0 if better or not work.fits() else idle + 1
-        if idle == 2:
-            break
     return work.plan()
 
 
-@dataclass
-class _CheckmateSearch:
-    """One call: the best plan so far and what is proven."""
-
-    name: str
-    model: IndexedProblem
-    budget: int | None
-    options: SolverOptions
-    deadline: Deadline
-    best: Plan
-    time_bound_us: float = 0.0
-    peak_bound_bytes: int = 0
-
-    @staticmethod
-    def begin(
-        name: str, problem: Problem, budget_bytes: int | None, options: SolverOptions
-    ) -> _CheckmateSearch:
-        """Start from store-all where that fits, else from a known plan."""
-        deadline, model = Deadline(options.time_limit_s), build_model(problem)
-        best = make_plan(problem, problem.base_steps(), name)
-        if budget_bytes is not None and best.peak_bytes > budget_bytes:
-            best = start_plan(problem, budget_bytes, options)
-        bound = max(peak_bound(model), best.peak_bound_bytes or 0)
-        return _CheckmateSearch(name, model, budget_bytes, options, deadline, best, 0.0, bound)
-
-    @property
-    def best_runs(self) -> list[ExtraRun]:
-        """The extra runs of the best plan."""
-        return extra_runs(self.model, self.best.ops)
-
-    def fits(self) -> bool:
-        """Whether the best plan is within the budget."""
-        return self.budget is None or self.best.peak_bytes <= self.budget
-
-    def is_decided(self) -> bool:
-        """Whether nothing can be better, or the budget is proven to be too small."""
-        if not self.fits():
-            return self.budget is not None and self.peak_bound_bytes > self.budget
-        return self.best.time_us <= self.model.problem.base_time_us
-
-    def plan(self) -> Plan:
-        """The best plan, replayed."""
-        return make_plan(
-            self.model.problem,
-            self.best.steps,
-            self.name,
-            budget_bytes=self.budget,
-            seconds=self.deadline.seconds(),
-            time_bound_us=min(self.time_bound_us, self.best.time_us) if self.fits() else None,
-            peak_bound_bytes=self.peak_bound_bytes,
-        )
+class _CheckmateSearch(Incumbent):
+    """A call that asks programmes."""
 
     def improve(self, allowed: Allowed, nodes: int, full: bool = False) -> bool:
         """Look for a better plan among the allowed repeats; whether one was found.
@@ -169,7 +107,7 @@ class _CheckmateSearch:
                 return False
             steps, over = self._steps_of(programme, solution)
             if not over:
-                return self._keep_if_better(steps)
+                return self.keep_if_better(steps)
             if not self.deadline.running() or self.is_decided():
                 return False
             if over <= ordered:
@@ -178,18 +116,11 @@ class _CheckmateSearch:
         return False
 
     def _solve(self, programme: CheckmateMilp, nodes: int, proves: bool) -> Solution:
-        start = None
-        if self.fits():
-            start = start_values(programme, self.best_runs)
-        time = self.best.time_us if self.fits() else math.inf
+        start = start_values(programme, self.runs) if self.fits() else None
 
         def on_progress(objective: float, bound: float) -> None:
-            if self.options.progress is not None:
-                bound_us = max(self.model.problem.base_time_us, bound * programme.time_unit)
-                best_us = None if math.isinf(time) else time
-                seconds = self.deadline.seconds()
-                report = Progress(self.name, seconds, best_us, bound_us if proves else None)
-                self.options.progress(report)
+            bound_us = max(self.model.problem.base_time_us, bound * programme.time_unit)
+            self.tell(bound_us if proves else None)
 
         return programme.milp.solve(
             self.deadline, nodes=nodes, start=start, on_progress=on_progress
@@ -226,11 +157,3 @@ class _CheckmateSearch:
                 over.add(stage)
             stage += op == stage
         return model.names(steps), over
-
-    def _keep_if_better(self, steps: Sequence[str]) -> bool:
-        """Keep a schedule that fits, if it is better than the best."""
-        plan = make_plan(self.model.problem, steps, self.name)
-        if self.fits() and plan.time_us >= self.best.time_us:
-            return False
-        self.best = plan
-        return True

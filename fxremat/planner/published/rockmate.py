@@ -1,17 +1,17 @@
-"""Ways to run the backward of one block of a chain: what is held for it, what runs again.
+"""Rockmate: Rotor over the blocks of a chain, with the best schedules of each block as options.
 
-Two sources, after Rockmate (Zhao, Le Hellard, Eyraud-Dubois, Gusak, Beaumont: "Rockmate", ICML
-2023, section 3), which solves each distinct block on its own and hands the schedules to the
-chain as options:
+Zhao, Le Hellard, Eyraud-Dubois, Gusak and Beaumont, "Rockmate: an Efficient, Fast, Automatic and
+Generic Tool for Re-materialization in PyTorch" (ICML 2023, PMLR 202). Where blocks have one op
+or few, inside a block is nothing to choose; so the chain is also tried with blocks merged.
+
+The options of a block, what is held for its backward and what runs again, have two sources:
+each distinct block is solved on its own, and hands the schedules to the chain (section 3).
 
 * an integer programme per number of bytes held: which values are held, so that the least time
   goes into making the others once more, each in front of its first reader;
 * eviction paths on the block's own problem (`fxremat.planner.local.editable_schedule`), which also
-  make a value
-  several times where the peak is inside the backward. A pause between forward and backward
-  that needs much memory makes them look for schedules that hold little there.
-
-Blocks that are the same but for the names are solved once.
+  make a value several times where the peak is inside the backward. A pause between forward and
+  backward that needs much memory makes them look for schedules that hold little there.
 """
 
 from __future__ import annotations
@@ -19,13 +19,30 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from fxremat.core.plan import Plan
+from fxremat.core.problem import Problem
 from fxremat.planner import constants
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.milp.highs import Milp, Term
-from fxremat.planner.published.chains.chain import Block, Chain
-from fxremat.planner.published.chains.chain_costs import BlockOption, option_cost
-from fxremat.planner.published.parts import Part, PartPlans, not_beaten, read_later
+from fxremat.planner.plans import not_beaten, remembered
+from fxremat.planner.published.chain import Block, Chain, find_chain, option_cost, store_all
+from fxremat.planner.published.parts import (
+    Part,
+    PartPlans,
+    Steps,
+    makers,
+    read_later,
+)
+from fxremat.planner.published.rotor import (
+    PlanFront,
+    best_plans,
+    chain_schedules,
+    coarser,
+    grains,
+)
+from fxremat.planner.solvers import SolverOptions
 
+NAME = "rockmate"
 GRID = 10
 """Numbers of bytes held for which the integer programme is solved: as many as in Rockmate (Zhao
 et al., whose class has ``nb_budget_save=10``)."""
@@ -49,35 +66,35 @@ class BlockOptions:
 
     plans: PartPlans
 
-    def of(self, chain: Chain, block: Block) -> list[BlockOption]:
+    def of(self, chain: Chain, block: Block) -> list[Steps]:
         """Those of one block."""
-        found = self.plans.of(part_of(chain, block), lambda: self._solve(chain, block))
-        return [BlockOption(steps) for steps in found]
+        return self.plans.of(part_of(chain, block), lambda: self._solve(chain, block))
 
-    def _solve(self, chain: Chain, block: Block) -> list[tuple[int, ...]]:
+    def _solve(self, chain: Chain, block: Block) -> list[Steps]:
         deadline = self.plans.deadline
         options = [*held_options(chain, block, deadline), *path_options(chain, block, deadline)]
-        return [option.backward for option in pareto(chain, block, options)]
+        return pareto(chain, block, options)
 
 
-def pareto(chain: Chain, block: Block, options: Iterable[BlockOption]) -> list[BlockOption]:
+def pareto(chain: Chain, block: Block, options: Iterable[Steps]) -> list[Steps]:
     """Options that no other beats in bytes held, time, and bytes while the backward runs."""
 
-    def figures(option: BlockOption) -> tuple[float, ...]:
+    def figures(option: Steps) -> tuple[float, ...]:
         cost = option_cost(chain, block, option)
         held = cost.held
         if cost.needs_enters and block.enters is not None:
             held += chain.model.bytes[block.enters]
         return held, cost.backward.time, cost.backward.whole
 
-    weighed = ((figures(option), option) for option in dict.fromkeys(options))
-    return not_beaten(weighed, constants.MOST_OPTIONS)
+    distinct = list(dict.fromkeys(options))
+    best = not_beaten([figures(option) for option in distinct], constants.MOST_OPTIONS)
+    return [distinct[k] for k in best]
 
 
 # -- the integer programme -------------------------------------------------------------------
 
 
-def held_options(chain: Chain, block: Block, deadline: Deadline) -> Iterator[BlockOption]:
+def held_options(chain: Chain, block: Block, deadline: Deadline) -> Iterator[Steps]:
     """Options that hold fewer and fewer bytes, each value made again at most once."""
     backward = tuple(block.backward)
     saved = read_later(chain.model, backward) & block.reach
@@ -85,7 +102,7 @@ def held_options(chain: Chain, block: Block, deadline: Deadline) -> Iterator[Blo
     for k in reversed(range(GRID)):
         kept = _held(chain, block, saved, most * k // GRID, deadline)
         if kept is not None:
-            yield BlockOption(_with_runs(chain, block, kept))
+            yield _with_runs(chain, block, kept)
 
 
 def _held(
@@ -118,34 +135,52 @@ def _held(
     return frozenset(value for value, column in hold.items() if solution.chosen(column))
 
 
-def _with_runs(chain: Chain, block: Block, held: frozenset[int]) -> tuple[int, ...]:
+def _with_runs(chain: Chain, block: Block, held: frozenset[int]) -> Steps:
     """The backward with what is not held made again in front of its first reader."""
     model, there = chain.model, set(held)
     steps: list[int] = []
     for op in block.backward:
-        missing = {value for value in model.reads[op] if value in block.local} - there
-        runs: list[int] = []
-        for maker in reversed(block.forward):
-            if not missing.isdisjoint(model.writes[maker]):
-                runs.append(maker)
-                missing.update(v for v in model.reads[maker] if v in block.local and v not in there)
-        for maker in reversed(runs):
-            steps.append(maker)
+        gone = block.local - there
+        again = makers(model, block.forward, gone.intersection(model.reads[op]), gone)
+        for maker in again:
             there.update(model.writes[maker])
-        steps.append(op)
+        steps += (*again, op)
     return tuple(steps)
 
 
 # -- eviction paths --------------------------------------------------------------------------
 
 
-def path_options(chain: Chain, block: Block, deadline: Deadline) -> Iterator[BlockOption]:
+def path_options(chain: Chain, block: Block, deadline: Deadline) -> Iterator[Steps]:
     """The backward of what evictions find for the block's own problem, with several pauses."""
     model, part = chain.model, part_of(chain, block)
     whole = sum(model.bytes[value] for value in block.reach) + max(
         model.own_bytes[op] for op in part.ops
     )
-    found = part.schedules(
+    return part.schedules(
         whole, lambda op: bool(block.local.intersection(model.writes[op])), deadline
     )
-    return map(BlockOption, found)
+
+
+# -- the chain -------------------------------------------------------------------------------
+
+
+def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) -> Plan:
+    """The plan of least time within the budget, or of least peak where none fits.
+
+    Raises `NotAChain` for a problem that is not a chain of blocks.
+    """
+    return whole_front(problem, options).choose(budget_bytes)
+
+
+@remembered
+def whole_front(problem: Problem, options: SolverOptions) -> PlanFront:
+    """The plans of a problem, remembered for the last few problems."""
+    deadline = Deadline(options.time_limit_s)
+    finest = coarser(find_chain(problem), constants.MOST_BLOCKS)
+    solved = BlockOptions(PartPlans(deadline))
+    schedules = chain_schedules(finest, [[store_all(block)] for block in finest.blocks], deadline)
+    for chain in grains(finest):
+        its = [solved.of(chain, block) for block in chain.blocks]
+        schedules.extend(chain_schedules(chain, its, deadline))
+    return best_plans(problem, schedules, NAME, deadline)

@@ -1,1 +1,0 @@
-"""Solvers for chains of blocks: Rotor, Rockmate, POFO."""

@@ -1,1 +1,0 @@
-"""Checkmate: the whole schedule as an integer programme."""

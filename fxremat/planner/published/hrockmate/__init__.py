@@ -1,1 +1,0 @@
-"""H-Rockmate: a graph is cut into clusters, which are planned apart and put together."""
