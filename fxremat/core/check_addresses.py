@@ -11,9 +11,8 @@ from itertools import combinations
 from types import MappingProxyType
 from typing import Literal
 
-from fxremat.core.addresses import Buffer, Placement
 from fxremat.core.events import Allocate, Free, RunEvents
-from fxremat.core.layout import HalfLayout, StepLayout
+from fxremat.core.layout import Buffer, HalfLayout, Placement, StepLayout
 from fxremat.core.step import Order
 
 Kind = Literal[

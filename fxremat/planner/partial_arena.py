@@ -17,7 +17,7 @@ from functools import cached_property
 
 import numpy as np
 
-from fxremat.core.addresses import Buffer, Placement
+from fxremat.core.layout import Buffer, Placement
 from fxremat.planner.addresses import Draft, Ints, Outside, Sections, in_sections, placement
 from fxremat.planner.deadline import Deadline
 

@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from fxremat.core.problem import Copies
 from fxremat.core.schedule import Kind
-from fxremat.core.timing import transfer_us
+from fxremat.core.timeline import transfer_us
 from fxremat.planner import constants
 from fxremat.planner.indexed_problem import IndexedProblem
 from fxremat.planner.published.chains.chain import Block, Chain
