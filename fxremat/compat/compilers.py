@@ -15,6 +15,7 @@ from torch import fx
 from fxremat.compat.configuration import inductor_config
 from fxremat.compat.dynamo import with_stack_room
 from fxremat.compat.joint_graph import only_marked_buffers_donated
+from fxremat.core.layout import extent
 
 _MARK = "fxremat"
 """In what Inductor notes of a kernel: tuned without more memory than the step has."""
@@ -80,7 +81,7 @@ def tune_in_the_step() -> None:
             name: (arg, _on_host(arg))
             for name, arg in named
             if name in self.mutated_arg_names and isinstance(arg, torch.Tensor) and arg.is_cuda
-            if not take_piece(pieces, storage_length(arg) * arg.element_size())
+            if not take_piece(pieces, extent(arg.shape, arg.stride()) * arg.element_size())
         }
 
     setattr(benchmark_in_the_step, _MARK, True)
@@ -110,14 +111,6 @@ def take_piece(pieces: list[int], nbytes: int) -> bool:
     return True
 
 
-def storage_length(tensor: torch.Tensor) -> int:
-    """Elements from the first to the last."""
-    if tensor.numel() == 0:
-        return 0
-    pairs = zip(tensor.shape, tensor.stride(), strict=True)
-    return 1 + sum((size - 1) * stride for size, stride in pairs)
-
-
 def _device_of(values: tuple[Any, ...]) -> torch.device | None:
     """The GPU that the arguments of a kernel lie on."""
     return next((x.device for x in values if isinstance(x, torch.Tensor) and x.is_cuda), None)
@@ -125,7 +118,7 @@ def _device_of(values: tuple[Any, ...]) -> torch.device | None:
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
     """A copy of a tensor's storage in pinned host memory."""
-    flat = tensor.as_strided((storage_length(tensor),), (1,))
+    flat = tensor.as_strided((extent(tensor.shape, tensor.stride()),), (1,))
     return torch.empty_like(flat, device="cpu", pin_memory=True).copy_(flat, non_blocking=True)
 
 
