@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from fxremat.core.addresses import Buffer
+from fxremat.core.layout import Buffer
 
 ALIGNMENT = 512
 """Of CUDA's caching allocator, in bytes."""

@@ -19,8 +19,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from fxremat.core.addresses import Buffer, live_peak
 from fxremat.core.check_addresses import BadPlacement, check_placement
+from fxremat.core.layout import Buffer, live_peak
 
 from .address_shapes import SHAPES
 from .placing import limits, place

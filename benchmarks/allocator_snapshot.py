@@ -13,8 +13,8 @@ from itertools import accumulate
 from typing import Any
 
 from fxremat.core.events import Allocate, EmptyCache, Event, Free
-from fxremat.memory.allocator.caching import CachingAllocator, apply_events
-from fxremat.memory.allocator.settings import AllocatorSettings
+from fxremat.memory.allocator import CachingAllocator, apply_events
+from fxremat.memory.allocator_settings import AllocatorSettings
 
 _RESERVED_SIGN = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
 _WITHOUT_EFFECT = ("free_requested", "oom", "snapshot", "user_defined", "workspace_snapshot")

@@ -35,8 +35,8 @@ from fxremat.core.events import (
 )
 from fxremat.core.layout import CodeBuffer
 from fxremat.core.step import last_first
-from fxremat.memory.allocator.rules import MIN_BLOCK_BYTES, round_up
-from fxremat.memory.gradients_that_stay import loop_of
+from fxremat.memory.allocator_settings import MIN_BLOCK_BYTES, round_up
+from fxremat.memory.composed_steps import loop_of
 from fxremat.memory.layout import ALIGNMENT_BYTES, arrange, in_sequence, least_pool
 
 from .rows import format_table, mib

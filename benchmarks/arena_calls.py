@@ -16,7 +16,7 @@ from time import perf_counter
 
 import torch
 
-from fxremat.compat.placement import EMPTY, Empty
+from fxremat.compat.tensors import EMPTY, Empty
 from fxremat.core.layout import CodeBuffer, HalfLayout, RunLayout, StepLayout
 from fxremat.memory.arena import Arena
 from fxremat.runtime.placed import empty_strided_cpu, forward_at_places, places_of_forward

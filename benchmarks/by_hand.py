@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from fxremat.report.pictures import (
+from fxremat.report.front import (
     BOTTOM,
     HEIGHT,
     LEFT,

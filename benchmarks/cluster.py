@@ -18,9 +18,9 @@ from dataclasses import dataclass, fields, replace
 import fxremat
 from benchmarks.cluster_model import HALF, Job, Traced, fake_ranks, traced_block, traced_head
 from benchmarks.rows import format_table
-from fxremat.compat.distributed.pipelining import ShownStage
+from fxremat.compat.pipelining import ShownStage
 from fxremat.core.step import Step, StepPoint, Version
-from fxremat.cost.cards import card_named
+from fxremat.cost.device import card_named
 from fxremat.planner import step_versions as planner
 from fxremat.planner.step_versions import Chosen
 from fxremat.sizes import GIB

@@ -27,8 +27,7 @@ from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fxremat.compat.dynamo import fresh_dynamo_caches
-from fxremat.compat.joint_graph import copy_module
-from fxremat.compat.partitioning import torch_partition
+from fxremat.compat.joint_graph import copy_module, torch_partition
 from fxremat.compat.tensors import plain_tensors
 from fxremat.compile import session
 from fxremat.compile.cost_model import cost_model

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from fxremat.memory.allocator.settings import settings_of_environment
+from fxremat.memory.allocator_settings import settings_of_environment
 
 from .allocator_snapshot import compare
 from .loops.graphs import checkpointed

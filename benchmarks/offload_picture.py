@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from fxremat.report.pictures import (
+from fxremat.report.front import (
     BOTTOM,
     HEIGHT,
     LEFT,

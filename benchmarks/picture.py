@@ -5,7 +5,7 @@ from itertools import pairwise
 from math import hypot
 from pathlib import Path
 
-from fxremat.report.pictures import (
+from fxremat.report.front import (
     BOTTOM,
     HEIGHT,
     LEFT,

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 import fxremat
-from fxremat.memory.optimizer_states import held_by
+from fxremat.memory.optimizers import held_by
 from fxremat.whatif.largest_size import WAYS
 
 from .machine import describe_machine

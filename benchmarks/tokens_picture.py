@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fxremat.report.pictures import svg
+from fxremat.report.front import svg
 
 from .picture import Point, panel
 

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from fxremat.compat.compilers import trace_as_inductor
-from fxremat.compat.partitioning import extract_forward_backward
+from fxremat.compat.joint_graph import extract_forward_backward
 from fxremat.compile.pipeline import prepare
 from fxremat.passes.joint_graph import JointGraph, Role, is_tensor, root
 from fxremat.passes.nodes import fake

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
-from fxremat.report.pictures import (
+from fxremat.report.front import (
     BOTTOM,
     HEIGHT,
     LEFT,

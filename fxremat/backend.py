@@ -17,11 +17,10 @@ from torch.utils import _pytree as pytree
 
 from fxremat import faults, inactive
 from fxremat.compat.backward import hooks_on_what_is_saved
-from fxremat.compat.call_stack import calling_modules
 from fxremat.compat.compilers import compile_with_inductor
 from fxremat.compat.configuration import inductor_patches
-from fxremat.compat.distributed.ranks import is_a_rank, ranks_together
 from fxremat.compat.dynamo import (
+    calling_modules,
     checkpointed_regions,
     current_compilation,
     inline_regions,
@@ -34,12 +33,13 @@ from fxremat.compat.dynamo import (
 from fxremat.compat.inductor.lowered_ahead import forget_lowered
 from fxremat.compat.joint_graph import copy_module
 from fxremat.compat.optimizers import note_optimizers
+from fxremat.compat.ranks import is_a_rank, ranks_together
 from fxremat.compat.tensors import places_in_joint
 from fxremat.compile import session
 from fxremat.compile.driver import total_bytes
 from fxremat.compile.ranks import agreed
 from fxremat.compile.request import device_of_inputs
-from fxremat.cost.cards import absent_card
+from fxremat.cost.device import absent_card
 from fxremat.errors import InfeasibleBudget, UnsupportedDevice, forget_frames
 from fxremat.memory.enforced import enforced
 from fxremat.memory.storages import storages_of

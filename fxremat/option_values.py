@@ -102,7 +102,7 @@ def read_optimizer(given: Given) -> Any:
     """A name, a class or another maker, or a weak reference of an optimizer."""
     from torch.optim import Optimizer  # lazily: other options need no torch
 
-    from fxremat.memory.optimizer_states import OPTIMIZERS
+    from fxremat.memory.optimizers import OPTIMIZERS
 
     value = given.value
     if isinstance(value, Optimizer):

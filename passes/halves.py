@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from fxremat.compat.inductor.post_grad import leave_layouts
-from fxremat.compat.partitioning import donatable, donate, extract_forward_backward
+from fxremat.compat.joint_graph import donatable, donate, extract_forward_backward
 from fxremat.passes.base import Changed, Pass
 
 RECOMPUTED = "_recompute"

@@ -24,12 +24,6 @@ import torch
 from torch import fx
 
 from fxremat.compat.configuration import OpOverload
-from fxremat.compat.distributed.ranks import (
-    is_collective,
-    is_wait,
-    moves_between_ranks,
-    sums_over_ranks,
-)
 from fxremat.compat.joint_graph import (
     REPEATABLE,
     is_tangent,
@@ -38,6 +32,12 @@ from fxremat.compat.joint_graph import (
     mutated_input_of,
     prepare_joint_graph,
     user_tag,
+)
+from fxremat.compat.ranks import (
+    is_collective,
+    is_wait,
+    moves_between_ranks,
+    sums_over_ranks,
 )
 from fxremat.passes.base import Changed, Pass
 from fxremat.runtime import kernels

@@ -26,7 +26,7 @@ from typing import Protocol
 import torch
 from torch import fx
 
-from fxremat.compat.distributed.ranks import is_wait
+from fxremat.compat.ranks import is_wait
 from fxremat.compat.sizes import size_bound
 from fxremat.core.problem import Change, Copies, Op, Phase, Problem, Value, Variant, validate
 from fxremat.passes import inplace

@@ -32,8 +32,8 @@ from typing import Any
 
 from torch import fx
 
-from fxremat.compat.distributed.ranks import is_wait
 from fxremat.compat.joint_graph import module_of
+from fxremat.compat.ranks import is_wait
 from fxremat.core.constants import NEGLIGIBLE_PART
 from fxremat.core.schedule import Move, Step
 from fxremat.passes.accumulation import host_gradients, insert_arrived, name_later_reads

@@ -12,9 +12,9 @@ from torch.nn import functional
 from fxremat.compat.absent.tracing import trace_for_absent
 from fxremat.compat.dynamo import fresh_dynamo_caches
 from fxremat.compat.inductor.generated_code import Generated, generate
-from fxremat.compat.partitioning import torch_partition
+from fxremat.compat.joint_graph import torch_partition
 from fxremat.compat.tensors import fake_tensors
-from fxremat.cost.cards import card_named
+from fxremat.cost.device import card_named
 
 WIDTH, HEADS, WORDS = 128, 2, 500
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from fxremat.core.addresses import Buffer
+from fxremat.core.layout import Buffer
 
 LONG, EARLY, LATE = Buffer("long", 0, 4, 8, 8), Buffer("early", 0, 2, 4), Buffer("late", 2, 4, 5)
 THREE = (LONG, EARLY, LATE)

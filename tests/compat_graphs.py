@@ -10,7 +10,7 @@ from torch import fx, nn
 
 from fxremat.compat.compilers import compile_with_inductor, trace_as_inductor
 from fxremat.compat.configuration import PARTITIONER, CustomPartitionerFn
-from fxremat.compat.partitioning import torch_partition
+from fxremat.compat.joint_graph import torch_partition
 from tests.graphs import Capture, batch, capture, mlp
 
 ATEN = torch.ops.aten

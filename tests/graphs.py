@@ -17,7 +17,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from fxremat.compat.compilers import compile_with_aot_eager, trace_as_inductor
-from fxremat.compat.partitioning import extract_forward_backward
+from fxremat.compat.joint_graph import extract_forward_backward
 from fxremat.compile.pipeline import prepare
 from fxremat.core.check import check
 from fxremat.core.problem import Copies, Problem

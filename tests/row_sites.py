@@ -15,7 +15,7 @@ import torch
 from torch import fx, nn
 
 from fxremat.compat.compilers import trace_as_inductor
-from fxremat.compat.partitioning import torch_partition
+from fxremat.compat.joint_graph import torch_partition
 from fxremat.compile.pipeline import prepare
 from fxremat.passes.joint_graph import JointGraph
 from fxremat.passes.variants.chunks.rules import RULES

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from fxremat.compat.compilers import trace_as_inductor
 from fxremat.compat.configuration import inductor_config
 from fxremat.compat.inductor.generated_code import generate
-from fxremat.compat.partitioning import torch_partition
+from fxremat.compat.joint_graph import torch_partition
 
 
 class Block(nn.Module):

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxremat
-from fxremat.compat.absent import autocast
-from fxremat.compat.absent.autocast import cuda_autocast
+from fxremat.compat.absent import eager
+from fxremat.compat.absent.eager import cuda_autocast
 from fxremat.report.report import Report
 from tests.absent_nets import Net
 
@@ -95,9 +95,9 @@ def test_the_card_that_is_here_has_the_same(name: str) -> None:
 def test_each_op_that_cuda_treats_is_known() -> None:
     """Of this torch; one that is not would run as it is."""
     names = [n for n in torch._C._dispatch_get_all_op_names() if n.startswith("aten::")]
-    treated = [n for n in names if autocast._has(n, "AutocastCUDA")]
+    treated = [n for n in names if eager._has(n, "AutocastCUDA")]
     assert len(treated) > 100
-    unknown = [n for n in treated if autocast._kernel(n) is None]
+    unknown = [n for n in treated if eager._kernel(n) is None]
     assert set(unknown) <= {"aten::_cudnn_rnn"}  # of which nothing is traced on the CPU
 
 

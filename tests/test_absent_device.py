@@ -13,8 +13,7 @@ from torch.nn import functional as F
 
 import fxremat
 from fxremat.compat.configuration import functorch_config
-from fxremat.cost.cards import CARDS, absent_card, card_named
-from fxremat.cost.device import spec_of_card
+from fxremat.cost.device import CARDS, absent_card, card_named, spec_of_card
 from fxremat.errors import NeedsTriton, UnknownDevice
 from fxremat.whatif.device import absent
 from tests.absent_nets import halves_on, net_and_tokens

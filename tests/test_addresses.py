@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.address_shapes import pyramid, transformer, uneven
-from fxremat.core.addresses import Buffer, Placement, live_peak
 from fxremat.core.check_addresses import BadPlacement, check_placement
+from fxremat.core.layout import Buffer, Placement, live_peak
 from fxremat.planner.addresses import Sections, place, split_into_sections
 from tests.buffers import EARLY, FINE, LATE, THREE, buffers
 

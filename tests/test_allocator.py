@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxremat.core.events import Allocate, EmptyCache, Event, Free
-from fxremat.memory.allocator.caching import CachingAllocator, apply_events, replay
-from fxremat.memory.allocator.settings import AllocatorSettings, parse_settings
+from fxremat.memory.allocator import CachingAllocator, apply_events, replay
+from fxremat.memory.allocator_settings import AllocatorSettings, parse_settings
 from tests.examples import examples
 
 MIB = 2**20

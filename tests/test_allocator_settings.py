@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fxremat.memory.allocator.settings import AllocatorSettings, parse_settings
+from fxremat.memory.allocator_settings import AllocatorSettings, parse_settings
 
 MIB = 2**20
 

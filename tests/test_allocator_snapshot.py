@@ -8,8 +8,8 @@ import pytest
 
 from benchmarks.allocator_snapshot import compare, from_snapshot
 from fxremat.core.events import Allocate, EmptyCache, Free
-from fxremat.memory.allocator.caching import replay
-from fxremat.memory.allocator.settings import AllocatorSettings
+from fxremat.memory.allocator import replay
+from fxremat.memory.allocator_settings import AllocatorSettings
 
 MIB = 2**20
 LARGE, SMALL, OTHER = 0x7F0000000000, 0x7F0010000000, 0x7F0020000000

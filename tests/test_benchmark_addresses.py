@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from benchmarks import addresses as benchmark
 from benchmarks.placing import place
-from fxremat.core.addresses import Buffer, live_peak
 from fxremat.core.check_addresses import check_placement
+from fxremat.core.layout import Buffer, live_peak
 from fxremat.planner.addresses import place as greedy
 from tests.buffers import buffers
 

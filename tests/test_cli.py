@@ -171,7 +171,7 @@ def test_ctrl_c_outside_of_solving(
     def interrupted(path: str) -> Problem:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("fxremat.cli.files.load_problem", interrupted)
+    monkeypatch.setattr("fxremat.cli.arguments.load_problem", interrupted)
     assert main(["solve", problem, "--budget", "5"]) == 130
     assert capsys.readouterr().err == "fxremat: interrupted\n"
 

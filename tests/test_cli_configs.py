@@ -15,7 +15,7 @@ from torch import nn
 
 from fxremat.cli import main
 from fxremat.cli.arguments import UsageError
-from fxremat.cli.configs import KINDS, Wanted, step_of_config
+from fxremat.cli.step import KINDS, Wanted, step_of_config
 from fxremat.compat.tensors import fake_tensors
 
 TEXT = {"model_type": "tiny", "architectures": ["TinyForCausalLM"], "max_position_embeddings": 16}

@@ -11,10 +11,9 @@ import pytest
 
 import fxremat
 from fxremat.cli import main
-from fxremat.report.chrome_trace import chrome_trace
+from fxremat.report.exports import chrome_trace, memory_snapshot
 from fxremat.report.files import write_report
 from fxremat.report.page import page_of
-from fxremat.report.snapshot import memory_snapshot
 from fxremat.sizes import format_bytes
 from tests.pages import small_front
 from tests.small import stack_and_input

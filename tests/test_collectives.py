@@ -18,7 +18,7 @@ from torch import distributed
 from torch.distributed import _functional_collectives as functional
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fxremat.compat.distributed.ranks import is_collective, is_wait, number_of_ranks
+from fxremat.compat.ranks import is_collective, is_wait, number_of_ranks
 from fxremat.core.problem import problem_to_json
 from fxremat.cost.op_timers import Roofline
 from fxremat.cost.roofline import scratch_of, sent_by

@@ -14,7 +14,7 @@ from torch._inductor.codegen import triton
 from torch._inductor.graph import GraphLowering
 from torch._inductor.runtime import triton_heuristics
 
-from fxremat.compat import autotune
+from fxremat.compat import compilers
 from fxremat.compat.compilers import compile_with_inductor
 
 TritonKernel: Any = triton.TritonKernel
@@ -51,7 +51,7 @@ def test_only_marked_kernels_are_tuned_in_the_step(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(triton_heuristics, "CachingAutotuner", Tuner)
     properties = SimpleNamespace(L2_cache_size=1000)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(autotune, "_on_host", lambda tensor: "on the host")
+    monkeypatch.setattr(compilers, "_on_host", lambda tensor: "on the host")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "MemPool", lambda: "a pool")
     monkeypatch.setattr(torch.cuda, "use_mem_pool", pool)
@@ -64,8 +64,8 @@ def test_only_marked_kernels_are_tuned_in_the_step(monkeypatch: pytest.MonkeyPat
         {"device": 0, "segment_pool_id": (0, 1), "blocks": [{"state": "inactive", "size": 9000}]},
     ]
     monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
-    assert autotune.free_pieces(torch.device("cuda")) == [700, 1400]
-    autotune.tune_in_the_step()
+    assert compilers.free_pieces(torch.device("cuda")) == [700, 1400]
+    compilers.tune_in_the_step()
     a, b, c = (torch.ones(n).as_subclass(OnDevice) for n in (150, 110, 500))
     assert Tuner().benchmark_all_configs(a, b, c, 5) == {}
     assert before == ["benchmark", "copy"]
@@ -74,7 +74,7 @@ def test_only_marked_kernels_are_tuned_in_the_step(monkeypatch: pytest.MonkeyPat
     sizes[0] = blocks[0]["size"] = 999
     assert list(marked.benchmark_all_configs(a, b, c, 5)) == ["a", "b"]
     assert before == ["benchmark", "copy", "benchmark", "pool", "benchmark"]
-    autotune.tune_in_the_step()
+    compilers.tune_in_the_step()
     marked.benchmark_all_configs(torch.ones(3))
     assert before[5:] == ["benchmark", "copy"]
 
@@ -105,7 +105,7 @@ def test_a_backward_that_is_compiled_when_it_runs_is_marked(
 
 def test_names_that_tuning_relies_on() -> None:
     tuner: Any = triton_heuristics.CachingAutotuner
-    autotune.tune_in_the_step()
+    compilers.tune_in_the_step()
     source = inspect.getsource(triton_heuristics)
     assert hasattr(tuner.benchmark_all_configs, "__wrapped__")
     for name in (

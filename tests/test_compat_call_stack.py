@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fxremat.compat.call_stack import calling_modules
+from fxremat.compat.dynamo import calling_modules
 
 
 def test_modules_whose_call_is_running() -> None:

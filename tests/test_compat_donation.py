@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from fxremat.compat.compilers import compile_with_aot_eager
 from fxremat.compat.configuration import functorch_config
 from fxremat.compat.inductor.generated_code import code_key, generate
-from fxremat.compat.partitioning import (
+from fxremat.compat.joint_graph import (
     donatable,
     donate,
     donated_inputs,

@@ -15,9 +15,9 @@ from torch._inductor.codecache import CppPythonBindingsCodeCache
 from torch._inductor.cpp_builder import CppBuilder
 
 from fxremat.compat.configuration import inductor_config
-from fxremat.compat.inductor import kernels_ahead
+from fxremat.compat.inductor import kernels
 from fxremat.compat.inductor.generated_code import Generated
-from fxremat.compat.inductor.kernels_ahead import begin_kernels, look_for_vectors
+from fxremat.compat.inductor.kernels import begin_kernels, look_for_vectors
 from tests.test_compat_generated_code import GENERATED
 
 
@@ -46,7 +46,7 @@ def test_look_for_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
     found: dict[str, Any] = {}
     together = threading.Barrier(2)
     kinds = [Kind(name, together, found) for name in ("one two", "broken", "none of ours")]
-    monkeypatch.setattr(kernels_ahead, "_looking", [])
+    monkeypatch.setattr(kernels, "_looking", [])
     monkeypatch.setattr(cpu_vec_isa, "supported_vec_isa_list", kinds)
     monkeypatch.setattr(cpu_vec_isa, "x86_isa_checker", lambda: ["one", "two", "broken"])
     monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", lambda: sorted(found))
@@ -72,7 +72,7 @@ def test_what_is_looked_for_is_what_inductor_asks_for(monkeypatch: pytest.Monkey
     finally:
         cpu_vec_isa.valid_vec_isa_list.cache_clear()
     assert valid
-    assert kernels_ahead._kinds(cpu_vec_isa) == valid
+    assert kernels._kinds(cpu_vec_isa) == valid
 
 
 @pytest.fixture
@@ -171,7 +171,7 @@ def test_kernels_of_a_graph_are_compiled_together_and_once(
 def test_what_cannot_be_compiled_together_inductor_compiles(
     runs: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernels_ahead, "joined", lambda kernels: "this is no C++")
+    monkeypatch.setattr(kernels, "joined", lambda kernels: "this is no C++")
     sources = [SOURCE.format(number=number) for number in (2.0, 3.0)]
     begin_kernels(generated(sources))
     assert results(sources) == [3.0, 4.0]
@@ -184,11 +184,11 @@ def test_threads_that_begin_kernels_wait_for_one_another() -> None:
     entered = threading.Event()
 
     def enter() -> None:
-        with kernels_ahead.compiled_together():
+        with kernels.compiled_together():
             entered.set()
 
     other = threading.Thread(target=enter)
-    with kernels_ahead.compiled_together():
+    with kernels.compiled_together():
         other.start()
         assert not entered.wait(0.05)
     other.join()

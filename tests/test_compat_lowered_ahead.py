@@ -15,7 +15,7 @@ from fxremat.compat.configuration import inductor_config
 from fxremat.compat.inductor import lowered_ahead
 from fxremat.compat.inductor.generated_code import generate
 from fxremat.compat.inductor.lowered_ahead import forget_lowered, hand_over
-from fxremat.compat.partitioning import torch_partition
+from fxremat.compat.joint_graph import torch_partition
 from tests.compat_graphs import half, inductor_by
 from tests.graphs import batch
 

@@ -13,7 +13,7 @@ from torch._inductor import compile_fx
 
 from benchmarks.nets.language import GPT
 from fxremat.compat.configuration import PARTITIONER, functorch_config, inductor_config
-from fxremat.compat.partitioning import saved_names, torch_partition
+from fxremat.compat.joint_graph import saved_names, torch_partition
 from tests.compat_graphs import Cut
 from tests.small import Convolutions, seeded
 

@@ -15,7 +15,7 @@ if not torch.distributed.is_available():
 
 from torch.distributed import pipelining
 
-from fxremat.compat.distributed.pipelining import (
+from fxremat.compat.pipelining import (
     RunningPipeline,
     is_stage,
     received_by,

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
-from fxremat.compat.placement import (
+from fxremat.compat.tensors import (
     EMPTY,
     allocate_as_before,
     allocate_in_pool,

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxremat.compat.partitioning import extract_forward_backward
+from fxremat.compat.joint_graph import extract_forward_backward
 from fxremat.compile.draft import Draft
 from fxremat.compile.search.proposals import plan_of_torch, steps_again
 from fxremat.core.check import check

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from fxremat.compat.tensors import outside_fake_mode
-from fxremat.cost import loop_rates, timing
-from fxremat.cost.loop_rates import FUNCTIONS, TRAFFIC, LoopRates, bandwidth_name, measured_rates
+from fxremat.cost import op_timers, timing
 from fxremat.cost.number_file import NumberFile, number_path
+from fxremat.cost.op_timers import FUNCTIONS, TRAFFIC, LoopRates, bandwidth_name, measured_rates
 from fxremat.cost.timing import Timing
 
 HOST = torch.device("cpu")
@@ -46,14 +46,14 @@ def test_what_is_asked_for_is_measured_once(
     moved, call = first.move_us(TRAFFIC[1]), first.call_us
     assert neg == 0.0
     assert min(exp, moved, call) > 0
-    kept = NumberFile(number_path(tmp_path, HOST, loop_rates.KIND)).numbers
+    kept = NumberFile(number_path(tmp_path, HOST, op_timers.KIND)).numbers
     sizes = [bandwidth_name(size) for size in TRAFFIC[:2]]
     assert kept.keys() == {"call_us", "moving_us", "exp", *sizes}
 
     def never(call: object, device: torch.device, reference: object) -> Timing:
         raise AssertionError(device)
 
-    monkeypatch.setattr(loop_rates, "quickest", never)
+    monkeypatch.setattr(op_timers, "quickest", never)
     again = measured_rates(HOST, tmp_path, outside_fake_mode)
     assert again.loop_us([("exp", 10**9)], 0) == exp
     assert again.move_us(TRAFFIC[1]) == moved
@@ -78,7 +78,7 @@ def test_functions_can_be_timed(name: str, monkeypatch: pytest.MonkeyPatch, tmp_
         call()
         return Timing(50.0, False)
 
-    monkeypatch.setattr(loop_rates, "quickest", once)
+    monkeypatch.setattr(op_timers, "quickest", once)
     rates = measured_rates(HOST, tmp_path, outside_fake_mode)
     assert rates.loop_us([(name, 1)], 0) == 0.0  # no dearer than to move
 
@@ -93,8 +93,8 @@ def test_the_rates_of_a_busy_machine_are_not_kept(
         asked.append(call)
         return Timing(50.0, True)
 
-    monkeypatch.setattr(loop_rates, "quickest", disturbed)
+    monkeypatch.setattr(op_timers, "quickest", disturbed)
     rates = measured_rates(HOST, tmp_path, outside_fake_mode)
     assert rates.call_us == rates.call_us == 50.0
     assert len(asked) == 1
-    assert not number_path(tmp_path, HOST, loop_rates.KIND).exists()
+    assert not number_path(tmp_path, HOST, op_timers.KIND).exists()

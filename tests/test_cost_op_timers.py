@@ -17,9 +17,8 @@ from fxremat.core.constants import CALL_US
 from fxremat.cost import call_times, timing
 from fxremat.cost.call_times import KIND, CallTimes, call_key
 from fxremat.cost.device import DeviceSpec
-from fxremat.cost.loop_rates import FUNCTIONS, LoopRates
 from fxremat.cost.number_file import number_path
-from fxremat.cost.op_timers import Measured, Roofline
+from fxremat.cost.op_timers import FUNCTIONS, LoopRates, Measured, Roofline
 from fxremat.cost.timing import Timing
 from fxremat.runtime.chunks.convolutions import CONVOLUTION, CONVOLUTION_BACKWARD
 from fxremat.runtime.chunks.operator import ROWS

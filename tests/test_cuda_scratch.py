@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fxremat.cost.cuda_scratch import CudaScratch
-from fxremat.memory.allocator.rules import MIN_BLOCK_BYTES, round_up
+from fxremat.memory.allocator_settings import MIN_BLOCK_BYTES, round_up
 
 BF16, HALF, FULL = torch.bfloat16, torch.float16, torch.float32
 ATTENTION = [

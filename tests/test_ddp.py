@@ -12,8 +12,8 @@ from torch import fx, nn
 
 import fxremat
 from fxremat.compat.backward import backward_drops_gradients
-from fxremat.compat.distributed.ddp_parts import parts_split_for_ddp
 from fxremat.compat.dynamo import splits_for_ddp
+from fxremat.compat.ranks import parts_split_for_ddp
 from fxremat.compile import session
 from fxremat.report.report import Report
 from fxremat.sizes import MIB

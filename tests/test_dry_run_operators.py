@@ -12,7 +12,7 @@ from fxremat.compile.dry_run.meter import CodeMeter
 from fxremat.core.events import Allocate, Free
 from fxremat.cost.cuda_scratch import CudaScratch
 from fxremat.cost.workspaces import Workspaces
-from fxremat.memory.allocator.rules import MIN_BLOCK_BYTES, round_up
+from fxremat.memory.allocator_settings import MIN_BLOCK_BYTES, round_up
 from fxremat.runtime import kernels
 from fxremat.runtime.chunks.buffers import adds_straight, extra_of_sum
 from fxremat.runtime.chunks.operator import ROWS

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 import fxremat
 from fxremat.cli import main
-from fxremat.cost.cards import card_named
+from fxremat.cost.device import card_named
 from fxremat.errors import CannotVary
-from fxremat.memory.optimizer_states import held_by
+from fxremat.memory.optimizers import held_by
 from fxremat.training.blocks import checkpointed, repeated_blocks
 from fxremat.whatif.device import absent
 from fxremat.whatif.fit import fit

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import fxremat
-from fxremat.compat.distributed.ranks import Shards, shards_of
+from fxremat.compat.ranks import Shards, shards_of
 from fxremat.errors import NotTraceable
 from tests.ranks import PERCENTS, Blocks, Trained, in_way, kept, on_ranks
 from tests.test_step_in_flight import Chain

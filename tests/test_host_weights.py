@@ -20,7 +20,7 @@ from torch import Tensor, fx, nn
 import fxremat
 from fxremat import runtime
 from fxremat.compat.compilers import compile_with_aot_eager
-from fxremat.compat.partitioning import torch_partition
+from fxremat.compat.joint_graph import torch_partition
 from fxremat.errors import HostMemoryExceeded, InvalidOption
 from fxremat.memory.measured_peak import held_bytes, measure_peak
 from fxremat.runtime import is_host

@@ -25,8 +25,8 @@ from fxremat.core.events import (
 from fxremat.core.layout import CodeBuffer
 from fxremat.core.step import Interface, Order, Version
 from fxremat.memory import composed_steps
-from fxremat.memory.allocator.caching import replay
-from fxremat.memory.allocator.settings import AllocatorSettings
+from fxremat.memory.allocator import replay
+from fxremat.memory.allocator_settings import AllocatorSettings
 from fxremat.memory.composed_steps import (
     outside_in_order,
     paired,

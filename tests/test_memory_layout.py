@@ -13,7 +13,7 @@ from fxremat.core.check_addresses import BadPlacement, check_layout
 from fxremat.core.events import Allocate, Event, Free, Given, RunEvents
 from fxremat.core.layout import CodeBuffer, HalfLayout, RunLayout, StepLayout
 from fxremat.core.step import Order, first_first, last_first
-from fxremat.memory.allocator.caching import replay
+from fxremat.memory.allocator import replay
 from fxremat.memory.composed_steps import outside_in_order
 from fxremat.memory.layout import ALIGNMENT_BYTES, Arranged, arrange, passed_on
 from fxremat.sizes import GIB, MIB

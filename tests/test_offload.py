@@ -22,7 +22,7 @@ from fxremat.compile.request import Budget, Request
 from fxremat.core.problem import Problem
 from fxremat.core.timeline import replay
 from fxremat.errors import VerificationFailed
-from fxremat.memory.allocator.settings import AllocatorSettings
+from fxremat.memory.allocator_settings import AllocatorSettings
 from fxremat.memory.measured_peak import measure_peak
 from fxremat.options import parse_options
 from fxremat.passes.memory_estimation import TANGENTS

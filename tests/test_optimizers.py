@@ -15,8 +15,7 @@ from torch import nn, optim
 
 import fxremat
 from fxremat.compat.optimizers import note_optimizers
-from fxremat.memory.optimizer_step import held_after_a_step
-from fxremat.memory.optimizers import OptimizerMemory, optimizer_memory
+from fxremat.memory.optimizers import OptimizerMemory, held_after_a_step, optimizer_memory
 from fxremat.runtime.host_memory import HOST_MEMORY
 
 CPU = torch.device("cpu")

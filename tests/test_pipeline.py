@@ -17,7 +17,7 @@ from torch.distributed import pipelining
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from fxremat.compat.distributed.pipelining import received_by
+from fxremat.compat.pipelining import received_by
 from tests.ranks import PERCENTS, Found, Trained, compared, kept, least_named, on_ranks
 from tests.small import Block
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import fxremat
-from fxremat.compat.distributed.ranks import (
+from fxremat.compat.ranks import (
     is_collective,
     job_store,
     ranks_together,

@@ -12,9 +12,8 @@ import pytest
 
 import fxremat
 from fxremat.core.timeline import replay
-from fxremat.report.chrome_trace import OPS, TO_DEVICE, TO_HOST, chrome_trace
+from fxremat.report.exports import OPS, TO_DEVICE, TO_HOST, chrome_trace, memory_snapshot
 from fxremat.report.report import Report
-from fxremat.report.snapshot import memory_snapshot
 from tests.small import Stack, seeded
 from tests.step_reports import check_trace_format, counted, moving, planned
 

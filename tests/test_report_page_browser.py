@@ -18,11 +18,10 @@ from torch.cuda import _memory_viz
 import fxremat
 from benchmarks.explaining import CONFIGS
 from benchmarks.models import find_config
-from fxremat.report.chrome_trace import chrome_trace
+from fxremat.report.exports import chrome_trace, memory_snapshot
 from fxremat.report.front import Front
 from fxremat.report.page import page_of
 from fxremat.report.report import Report
-from fxremat.report.snapshot import memory_snapshot
 from tests.browser import Tab, opened
 from tests.pages import EVIL, MIB, large_report, small_front, small_report
 from tests.step_reports import altered, check_trace_format, replayed, storage_bytes

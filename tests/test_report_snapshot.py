@@ -13,8 +13,8 @@ import pytest
 from torch.cuda import _memory_viz
 
 from fxremat.core.timeline import Lifetime
+from fxremat.report.exports import memory_snapshot
 from fxremat.report.report import Report, SourceLocation
-from fxremat.report.snapshot import memory_snapshot
 from tests.step_reports import altered, counted, moving, planned, replayed, storage_bytes
 
 READ_BY_THE_VIEWER = {

@@ -11,9 +11,8 @@ import torch
 import fxremat
 from fxremat.core.events import Allocate, Event, Free, Given, RunEvents
 from fxremat.core.layout import CodeBuffer, OwnPools
-from fxremat.memory.allocator.settings import AllocatorSettings
-from fxremat.memory.common_pool import CommonPool
-from fxremat.memory.reserved_bytes import keep_too_much, reserved, reserved_by_run
+from fxremat.memory.allocator_settings import AllocatorSettings
+from fxremat.memory.reserved_bytes import CommonPool, keep_too_much, reserved, reserved_by_run
 from fxremat.sizes import MIB
 
 SETTINGS = AllocatorSettings()

@@ -13,7 +13,7 @@ from torch import nn
 from fxremat.compile import session
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Op, Problem, Value
-from fxremat.cost.loop_rates import TRAFFIC
+from fxremat.cost.op_timers import TRAFFIC
 from fxremat.report.report import (
     MemoryFigures,
     Provenance,
@@ -87,7 +87,7 @@ def test_a_cache_that_cannot_be_written_fails_no_compilation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file stands where the folder for our files should be."""
-    monkeypatch.setattr("fxremat.cost.loop_rates.TRAFFIC", TRAFFIC[:1])  # measured each time
+    monkeypatch.setattr("fxremat.cost.op_timers.TRAFFIC", TRAFFIC[:1])  # measured each time
     (tmp_path / "fxremat").write_text("no folder")
     torch._dynamo.reset()
     options: dict[str, Any] = {

@@ -19,10 +19,10 @@ from fxremat.compat.absent.pretending import fake_cuda
 from fxremat.compile.request import Budget, Request
 from fxremat.core.events import Allocate, Backward, Event, Forward, Free, Given, Outside, RunEvents
 from fxremat.core.step import Interface, StepPoint, Version
-from fxremat.cost import cards
-from fxremat.cost.cards import card_named
-from fxremat.memory.allocator.caching import replay
-from fxremat.memory.allocator.settings import AllocatorSettings
+from fxremat.cost import device
+from fxremat.cost.device import card_named
+from fxremat.memory.allocator import replay
+from fxremat.memory.allocator_settings import AllocatorSettings
 from fxremat.options import parse_options
 from fxremat.sizes import MIB
 from fxremat.step.context import ModelContext, Surroundings
@@ -312,12 +312,12 @@ def test_events_outside_are_the_points_of_the_look() -> None:
 @contextmanager
 def planned_for(name: str) -> Iterator[None]:
     """Graphs that were traced here are planned for a card that is not."""
-    token = cards.PLANNED_FOR.set(card_named(name))
+    token = device.PLANNED_FOR.set(card_named(name))
     try:
         with fake_cuda():
             yield
     finally:
-        cards.PLANNED_FOR.reset(token)
+        device.PLANNED_FOR.reset(token)
 
 
 @pytest.mark.slow

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import fx
 
-from fxremat.compat.joint_graph import is_tangent
-from fxremat.compat.partitioning import extract_forward_backward
+from fxremat.compat.joint_graph import extract_forward_backward, is_tangent
 from fxremat.errors import VerificationFailed
 from fxremat.passes.recompute import apply_plan
 from fxremat.verify.data_flow import check_data_flow, check_split

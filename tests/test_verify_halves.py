@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import fx
 
-from fxremat.compat.partitioning import torch_partition
+from fxremat.compat.joint_graph import torch_partition
 from fxremat.errors import VerificationFailed
 from fxremat.verify.data_flow import check_halves
 from tests import nets

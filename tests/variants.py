@@ -17,8 +17,7 @@ from unittest import mock
 import torch
 from torch import fx, nn
 
-from fxremat.compat.joint_graph import module_of
-from fxremat.compat.partitioning import extract_forward_backward
+from fxremat.compat.joint_graph import extract_forward_backward, module_of
 from fxremat.compile.pipeline import prepare
 from fxremat.compile.verification import taken_variant
 from fxremat.passes.joint_graph import JointGraph, Role, is_tensor, root

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 
-from fxremat.cost.cards import card_named
+from fxremat.cost.device import card_named
 from fxremat.errors import UnknownDevice
 
 from ..machine import describe_machine

@@ -19,8 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from fxremat.compat.absent.pretending import CUDA
 from fxremat.compat.dynamo import fresh_dynamo_caches, inline_regions
 from fxremat.compat.inductor.generated_code import Generated, generate
-from fxremat.compat.joint_graph import copy_module, is_tangent
-from fxremat.compat.partitioning import donatable, donate, torch_partition
+from fxremat.compat.joint_graph import copy_module, donatable, donate, is_tangent, torch_partition
 from fxremat.compat.tensors import READ, on_host_without_memory, without_memory
 from fxremat.compile import session
 from fxremat.compile.driver import generating, patches_for, total_bytes, traced
@@ -29,8 +28,8 @@ from fxremat.compile.dry_run.meter import CodeMeter
 from fxremat.compile.partitioner import draft_of, plan_graph
 from fxremat.compile.request import request_for
 from fxremat.core.events import Given, RunEvents
-from fxremat.cost.cards import absent_card
 from fxremat.cost.cuda_scratch import CudaScratch, Multiprocessors
+from fxremat.cost.device import absent_card
 from fxremat.memory.measured_peak import uncollected
 from fxremat.options import parse_options
 from fxremat.report.report import Report

@@ -16,13 +16,12 @@ from fxremat.compat.dynamo import fresh_dynamo_caches
 from fxremat.core.events import RunEvents
 from fxremat.core.layout import RunLayout, StepLayout
 from fxremat.core.step import last_first
-from fxremat.cost.cards import Card, absent_card
 from fxremat.cost.cuda_scratch import cublas_workspace
-from fxremat.memory.allocator.settings import AllocatorSettings
-from fxremat.memory.common_pool import CommonPool
+from fxremat.cost.device import Card, absent_card
+from fxremat.memory.allocator_settings import AllocatorSettings
 from fxremat.memory.composed_steps import outside_in_order
 from fxremat.memory.layout import arrange
-from fxremat.memory.reserved_bytes import keep_too_much
+from fxremat.memory.reserved_bytes import CommonPool, keep_too_much
 from fxremat.report.report import Report
 
 from .graphs import TracedModel, checkpointed, planned_together, scratch_of_card, traced_graphs

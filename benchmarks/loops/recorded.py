@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fxremat.memory.allocator.caching import CachingAllocator
+from fxremat.memory.allocator import CachingAllocator
 from fxremat.sizes import MIB
 
 from ..rows import format_table, mib, number

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from fxremat.core.events import Allocate, EmptyCache, Free
-from fxremat.memory.allocator.caching import CachingAllocator
-from fxremat.memory.allocator.settings import AllocatorSettings
+from fxremat.memory.allocator import CachingAllocator
+from fxremat.memory.allocator_settings import AllocatorSettings
 
 from .recorder import ARENA, Happening, LoopRecord, Moment
 

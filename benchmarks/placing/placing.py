@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from benchmarks.placing import exact, limits
 from benchmarks.placing.restarts import search_within
 from benchmarks.placing.search import Outcome
-from fxremat.core.addresses import Buffer, Placement
+from fxremat.core.layout import Buffer, Placement
 from fxremat.planner.addresses import Draft, Sections, drafts_of, placement
 from fxremat.planner.deadline import Deadline
 

@@ -9,8 +9,7 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from fxremat.cli import files
-from fxremat.cli.arguments import Commands
+from fxremat.cli.arguments import Commands, naming, read_front, read_report
 from fxremat.cli.step import add_plan, add_step, explained, planned_for, step_of
 
 if TYPE_CHECKING:
@@ -40,26 +39,25 @@ def add(commands: Commands) -> None:
 
 def reports_of(given: argparse.Namespace) -> Sequence[Report]:
     """Those in the files that are given, or of the step that is planned now."""
-    from fxremat.cli.configs import is_config
+    from fxremat.cli.step import is_config
 
     first = given.step[0]
     if len(given.step) > 1 or (first.endswith(".json") and not is_config(first)):
-        return [files.read_report(path) for path in given.step]
+        return [read_report(path) for path in given.step]
     with planned_for(given.device):
         return explained(step_of(first, given), given).graphs
 
 
 def run_explain(given: argparse.Namespace) -> int:
     """Print the report of each graph, and write the files that are asked for."""
-    from fxremat.report.chrome_trace import write_chrome_trace
-    from fxremat.report.snapshot import write_snapshot
+    from fxremat.report.exports import write_chrome_trace, write_snapshot
 
     reports = reports_of(given)
     for report in reports:
         print(report)
     for path, write in (given.perfetto, write_chrome_trace), (given.memory_viz, write_snapshot):
         if path is not None:
-            with files.naming(path):
+            with naming(path):
                 write(path, reports)
             print(f"written   {path}")
     return 0
@@ -69,11 +67,11 @@ def run_page(given: argparse.Namespace) -> int:
     """Write the page, and print a line for each graph."""
     from fxremat.report.page import write_page
 
-    front = None if given.front is None else files.read_front(given.front)
+    front = None if given.front is None else read_front(given.front)
     reports = reports_of(given)
     for report in reports:
         print(report.summary())
-    with files.naming(given.out):
+    with naming(given.out):
         write_page(given.out, reports, front)
     print(f"written   {given.out}")
     return 0

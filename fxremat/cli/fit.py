@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from fxremat.cli import files
-from fxremat.cli.arguments import Commands, Step, UsageError
-from fxremat.cli.step import add_plan, add_step, explained, planned_for, step_of
+from fxremat.cli.arguments import Commands, UsageError, write_text
+from fxremat.cli.step import Step, add_plan, add_step, explained, planned_for, step_of
 from fxremat.errors import InfeasibleBudget
 from fxremat.sizes import format_bytes
 
@@ -91,7 +90,7 @@ def run(given: argparse.Namespace) -> int:
     else:
         print(_line_as_given(found, planned), table(found), sep="\n")
     if given.picture is not None:
-        files.write_text(given.picture, found.picture())
+        write_text(given.picture, found.picture())
     return 1 if planned.planned_bytes is None else 0
 
 

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TextIO
 
-from fxremat.cli import files
 from fxremat.cli.arguments import (
     Commands,
     UsageError,
@@ -18,9 +17,13 @@ from fxremat.cli.arguments import (
     add_copies,
     add_problem,
     add_time_limit,
+    read_plan,
+    read_problem,
     read_solver,
     store_all_peak,
     with_copies,
+    write_json,
+    write_text,
 )
 from fxremat.core.check import check
 from fxremat.core.plan import Plan, plan_to_json
@@ -135,7 +138,7 @@ def _add_pareto(commands: Commands) -> None:
 
 def run_solve(given: argparse.Namespace) -> int:
     """Solve, print, write."""
-    problem = with_copies(files.read_problem(given.problem), given)
+    problem = with_copies(read_problem(given.problem), given)
     budget = given.budget.bytes_for(problem)
     limits = SolverOptions(time_limit_s=given.time_limit)
     plan = solve_on_terminal(problem, budget, given.solver, limits)
@@ -144,7 +147,7 @@ def run_solve(given: argparse.Namespace) -> int:
         return 1
     print(figures(problem, plan))
     if given.out is not None:
-        files.write_json(given.out, plan_to_json(plan))
+        write_json(given.out, plan_to_json(plan))
     return 0
 
 
@@ -207,8 +210,8 @@ def _with_share(nbytes: int, full: int) -> str:
 
 def run_check(given: argparse.Namespace) -> int:
     """Check the plan and print the verdict."""
-    problem = with_copies(files.read_problem(given.problem), given)
-    steps, variants = files.read_plan(given.plan)
+    problem = with_copies(read_problem(given.problem), given)
+    steps, variants = read_plan(given.plan)
     budget = None if given.budget is None else given.budget.bytes_for(problem)
     try:
         left = take(problem, variants)
@@ -221,7 +224,7 @@ def run_check(given: argparse.Namespace) -> int:
 
 def run_pareto(given: argparse.Namespace) -> int:
     """Find the front, print, write and draw it."""
-    problem = files.read_problem(given.problem)
+    problem = read_problem(given.problem)
     budget = None if given.budget is None else given.budget.bytes_for(problem)
     with shown(problem.base_time_us, given.time_limit) as progress, interruptible():
         plans = front(problem, SolverOptions(time_limit_s=given.time_limit, progress=progress))
@@ -231,7 +234,7 @@ def run_pareto(given: argparse.Namespace) -> int:
     found = front_of(problem, plans, budget_bytes=budget)
     print(found)
     if given.out is not None:
-        files.write_json(given.out, found.to_json())
+        write_json(given.out, found.to_json())
     if given.picture is not None:
-        files.write_text(given.picture, found.picture())
+        write_text(given.picture, found.picture())
     return 0

@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from fxremat.cli import files
-from fxremat.cli.arguments import Commands, UsageError, store_all_peak
+from fxremat.cli.arguments import Commands, UsageError, store_all_peak, write_json
 from fxremat.cli.step import add_step, step_of
 from fxremat.core.constants import CALL_US
 from fxremat.core.problem import Copies, problem_to_json
@@ -87,7 +86,7 @@ def run(given: argparse.Namespace) -> int:
         print(f"variants  {len(problem.variants)} variants of ops")
     print(f"resident  {exact_bytes(problem.resident_bytes)}")
     print(f"store-all {exact_bytes(store_all_peak(problem))} at the peak")
-    files.write_json(given.out, problem_to_json(problem))
+    write_json(given.out, problem_to_json(problem))
     return 0
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from fxremat.compat.configuration import cache_directory
-from fxremat.compat.inductor.kernels_ahead import wait_for_vectors
+from fxremat.compat.inductor.kernels import wait_for_vectors
 from fxremat.compat.inductor.post_grad import prefers_channels_last
 from fxremat.compat.sizes import size_bound
 from fxremat.compat.tensors import outside_fake_mode
@@ -19,12 +19,10 @@ from fxremat.compile.request import Request
 from fxremat.core.problem import Problem
 from fxremat.core.variants import run_once
 from fxremat.cost.call_times import CallTimes
-from fxremat.cost.cards import card_named
 from fxremat.cost.cuda_scratch import CudaScratch, Multiprocessors
-from fxremat.cost.device import DeviceSpec, device_spec
-from fxremat.cost.loop_rates import measured_rates
+from fxremat.cost.device import DeviceSpec, card_named, device_spec
 from fxremat.cost.number_file import written_together
-from fxremat.cost.op_timers import Measured, Roofline
+from fxremat.cost.op_timers import Measured, Roofline, measured_rates
 from fxremat.cost.workspaces import Workspaces
 from fxremat.passes.base import Changed, Pass
 from fxremat.passes.joint_graph import JointGraph, is_tensor

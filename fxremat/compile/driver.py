@@ -26,11 +26,11 @@ from fxremat.compat.configuration import (
     inductor_config,
     inductor_patches,
 )
-from fxremat.compat.inductor.kernels_ahead import look_for_vectors
+from fxremat.compat.inductor.kernels import look_for_vectors
 from fxremat.compile import session
 from fxremat.compile.partitioner import Partitioner
 from fxremat.compile.request import Request, device_of_inputs
-from fxremat.cost.cards import absent_card
+from fxremat.cost.device import absent_card
 from fxremat.options import Options
 from fxremat.passes.fixed_order import Fence, WriteResults
 from fxremat.report.files import prepare_folder, tell_report, write_report

@@ -16,9 +16,8 @@ import torch
 from torch import fx
 
 from fxremat.compat.configuration import CustomPartitionerFn
-from fxremat.compat.distributed.ranks import is_a_rank
-from fxremat.compat.joint_graph import is_tangent
-from fxremat.compat.partitioning import torch_partition
+from fxremat.compat.joint_graph import is_tangent, torch_partition
+from fxremat.compat.ranks import is_a_rank
 from fxremat.compat.sizes import plan_for_sizes_seen
 from fxremat.compat.tensors import SPARSE
 from fxremat.compile import session

@@ -31,7 +31,7 @@ from torch import fx
 from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
 
-from fxremat.compat.distributed.ranks import has_within, is_a_rank, is_collective, job_store
+from fxremat.compat.ranks import has_within, is_a_rank, is_collective, job_store
 from fxremat.compile import session
 from fxremat.compile.request import Request
 from fxremat.errors import GraphsDiffer, RankMissing

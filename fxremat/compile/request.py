@@ -17,13 +17,16 @@ from fxremat.compile.constants import BUDGET_PARTS
 from fxremat.core.constants import CALL_US
 from fxremat.core.events import RunEvents
 from fxremat.core.problem import Copies
-from fxremat.cost.cards import Card, absent_card
 from fxremat.cost.cuda_scratch import allocate_cublas, cublas_workspace
-from fxremat.cost.device import device_spec
-from fxremat.memory.allocator.rules import SEGMENT_STEP_BYTES, round_up
-from fxremat.memory.allocator.settings import AllocatorSettings, settings_of_environment
-from fxremat.memory.common_pool import CommonPool
+from fxremat.cost.device import Card, absent_card, device_spec
+from fxremat.memory.allocator_settings import (
+    SEGMENT_STEP_BYTES,
+    AllocatorSettings,
+    round_up,
+    settings_of_environment,
+)
 from fxremat.memory.optimizers import OptimizerMemory, optimizer_memory
+from fxremat.memory.reserved_bytes import CommonPool
 from fxremat.options import Options, machine_memory_bytes
 from fxremat.passes.memory_estimation import nbytes
 from fxremat.runtime import accumulation, measure_copy_speed

@@ -11,9 +11,8 @@ from itertools import combinations
 from types import MappingProxyType
 from typing import Literal
 
-from fxremat.core.addresses import Buffer, Placement
 from fxremat.core.events import Allocate, Free, RunEvents
-from fxremat.core.layout import HalfLayout, StepLayout
+from fxremat.core.layout import Buffer, HalfLayout, Placement, StepLayout
 from fxremat.core.step import Order
 
 Kind = Literal[
@@ -40,19 +39,11 @@ def check_placement(buffers: Sequence[Buffer], placement: Placement) -> None:
 
 def _check_alone(buffer: Buffer, placement: Placement) -> None:
     """The buffer has an offset, a multiple of its alignment, and lies within the arena."""
-    names = (buffer.name,)
     offset = placement.offset_bytes.get(buffer.name)
     if offset is None:
-        raise BadPlacement("no offset", names, "the placement does not name it")
-    if offset < 0:
-        raise BadPlacement("below the arena", names, f"offset {offset:,}")
-    if offset % buffer.alignment_bytes:
-        detail = f"offset {offset:,}, alignment {buffer.alignment_bytes:,}"
-        raise BadPlacement("not aligned", names, detail)
-    end = offset + _padded(buffer)
-    if end > placement.arena_bytes:
-        detail = f"ends at {end:,}, the arena at {placement.arena_bytes:,}"
-        raise BadPlacement("beyond the arena", names, detail)
+        raise BadPlacement("no offset", (buffer.name,), "the placement does not name it")
+    extent = offset, offset + _padded(buffer)
+    _check_extent(buffer.name, extent, placement.arena_bytes, buffer.alignment_bytes)
 
 
 def _check_pair(one: Buffer, other: Buffer, placement: Placement) -> None:
@@ -136,11 +127,11 @@ def _check_is_own(run: RunEvents, name: str) -> None:
 
 def _check_extent(name: str, extent: Extent, arena_bytes: int, alignment_bytes: int) -> None:
     """The extent is aligned and lies in the arena."""
+    if extent[0] < 0:
+        raise BadPlacement("below the arena", (name,), f"offset {extent[0]:,}")
     if extent[0] % alignment_bytes:
         detail = f"offset {extent[0]:,}, alignment {alignment_bytes:,}"
         raise BadPlacement("not aligned", (name,), detail)
-    if extent[0] < 0:
-        raise BadPlacement("below the arena", (name,), f"offset {extent[0]:,}")
     if extent[1] > arena_bytes:
         detail = f"ends at {extent[1]:,}, the arena at {arena_bytes:,}"
         raise BadPlacement("beyond the arena", (name,), detail)

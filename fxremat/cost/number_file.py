@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import platform
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
@@ -35,11 +35,7 @@ class NumberFile:
 
     def add(self, key: str, number: float) -> None:
         """Keep one more number."""
-        self.add_all({key: number})
-
-    def add_all(self, numbers: Mapping[str, float]) -> None:
-        """Keep more numbers."""
-        self.numbers = {**self.numbers, **numbers}
+        self.numbers = {**self.numbers, key: number}
         waiting = _waiting.get()
         if waiting is None:
             self.write()

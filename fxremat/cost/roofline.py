@@ -18,7 +18,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
-from fxremat.compat.distributed.ranks import (
+from fxremat.compat.ranks import (
     gathers,
     moves_between_ranks,
     number_of_ranks,

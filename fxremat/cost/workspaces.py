@@ -23,15 +23,15 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from fxremat.compat.configuration import OpOverload, cache_directory
-from fxremat.compat.distributed.ranks import is_collective
 from fxremat.compat.measuring import random_state_kept
+from fxremat.compat.ranks import is_collective
 from fxremat.compat.sizes import size_bound
 from fxremat.compat.tensors import outside_fake_mode
 from fxremat.cost.call_times import call_key, has_room, made_real, operands
 from fxremat.cost.cuda_scratch import IN_FORM_OUT, Multiprocessors, known_blocks
 from fxremat.cost.number_file import NumberFile, number_path
 from fxremat.cost.roofline import scratch_of
-from fxremat.memory.allocator.rules import MIN_BLOCK_BYTES, round_up
+from fxremat.memory.allocator_settings import MIN_BLOCK_BYTES, round_up
 from fxremat.memory.measured_peak import measure_call
 from fxremat.passes.joint_graph import is_mutating, is_random, is_view
 from fxremat.runtime import kernels

@@ -23,7 +23,7 @@ from transformers.utils import logging as transformers_logging
 from fxremat.compat.dynamo import compile_in_training
 from fxremat.compile.driver import total_bytes
 from fxremat.logged_metrics import metrics
-from fxremat.memory.allocator.rules import MIN_BLOCK_BYTES
+from fxremat.memory.allocator_settings import MIN_BLOCK_BYTES
 from fxremat.memory.measured_peak import held_bytes
 from fxremat.options import parse_options
 from fxremat.training.accumulate import accumulate_in_backward

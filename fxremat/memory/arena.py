@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from fxremat.compat.placement import (
+from fxremat.compat.tensors import (
     EMPTY,
     Empty,
     allocate_as_before,

@@ -25,16 +25,19 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeGuard
 
-from fxremat.core.addresses import Buffer, Placement
 from fxremat.core.constants import FIRST_SEGMENTS, LITTLE_UNUSED, PARTS_OUTSIDE
 from fxremat.core.events import Allocate, Backward, Event, Forward, Free, Outside, RunEvents
-from fxremat.core.layout import CodeBuffer, HalfLayout, RunLayout, StepLayout
+from fxremat.core.layout import Buffer, CodeBuffer, HalfLayout, Placement, RunLayout, StepLayout
 from fxremat.core.step import Order
-from fxremat.memory.allocator.caching import replay
-from fxremat.memory.allocator.rules import SEGMENT_STEP_BYTES, SMALL_SEGMENT_BYTES, round_up
-from fxremat.memory.allocator.settings import AllocatorSettings
-from fxremat.memory.composed_steps import composed
-from fxremat.memory.gradients_that_stay import (
+from fxremat.memory.allocator import replay
+from fxremat.memory.allocator_settings import (
+    SEGMENT_STEP_BYTES,
+    SMALL_SEGMENT_BYTES,
+    AllocatorSettings,
+    round_up,
+)
+from fxremat.memory.composed_steps import (
+    composed,
     loop_of,
     seconds,
     staying,

@@ -24,7 +24,7 @@ from torch.profiler import ProfilerActivity, profile
 from fxremat.compat.measuring import profiler_memory_events
 from fxremat.compat.tensors import plain_tensors
 from fxremat.memory.arena import ARENAS, Arena
-from fxremat.runtime import is_host
+from fxremat.runtime.host_memory import is_host, is_on
 
 DeviceLike = torch.device | str | None
 
@@ -69,7 +69,11 @@ class ArenasBefore:
         What lay in such an arena counts with it.
         """
         used = [(at, size) for one, at, size, entered in self.each if one.entered > entered]
-        outside = (n for address, n in storages.items() if not _is_inside(address, used))
+        outside = (
+            nbytes
+            for address, nbytes in storages.items()
+            if not any(begin <= address < begin + size for begin, size in used)
+        )
         return sum(outside) + sum(size for _, size in used)
 
 
@@ -161,8 +165,7 @@ def held_bytes(*things: Any, device: DeviceLike = None) -> int:
 
     Modules count with parameters, buffers and gradients, optimizers with their state, tensors
     with their gradient, tensors of subclasses with their parts. With ``device``, only what lives
-    there. Host memory of
-    `fxremat.runtime` is left out.
+    there. Host memory of `fxremat.runtime` is left out.
     """
     return sum(_storages(things, None if device is None else torch.device(device)).values())
 
@@ -171,16 +174,10 @@ def _storages(things: Iterable[Any], device: torch.device | None) -> dict[int, i
     """Bytes of the storages by their addresses."""
     sizes: dict[int, int] = {}
     for tensor in (part for each in _tensors(things) for part in plain_tensors(each)):
-        if is_host(tensor):
-            continue
-        if device is None or _same_device(tensor.device, device):
+        if not is_host(tensor) if device is None else is_on(tensor, device):
             storage = tensor.untyped_storage()
             sizes[storage.data_ptr()] = storage.nbytes()
     return sizes
-
-
-def _same_device(one: torch.device, asked: torch.device) -> bool:
-    return one.type == asked.type and asked.index in (None, one.index)
 
 
 def _tensors(thing: Any) -> Iterator[torch.Tensor]:
@@ -209,8 +206,3 @@ def _parts(thing: Any) -> Iterable[Any]:
         f"cannot count the bytes of a {type(thing).__name__}; "
         "give tensors, modules, optimizers or containers of them"
     )
-
-
-def _is_inside(address: int, ranges: Iterable[tuple[int, int]]) -> bool:
-    """Whether an address lies in a block that begins somewhere and has so many bytes."""
-    return any(begin <= address < begin + size for begin, size in ranges)

@@ -7,8 +7,10 @@ that holds parameters of a graph is looked for when the graph is compiled, among
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -17,14 +19,243 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from fxremat.compat.absent.tracing import apart_from_tracing
-from fxremat.compat.optimizers import live_optimizers, wrapped_by
-from fxremat.compat.tensors import local_part, plain_tensors
+from fxremat.compat.optimizers import live_optimizers, steps_as_with, wrapped_by
+from fxremat.compat.tensors import (
+    local_part,
+    plain_tensors,
+    storage_key,
+    storage_watch,
+    without_memory,
+)
+from fxremat.core.constants import STEPPED_ALIKE
 from fxremat.errors import NotTraceable
-from fxremat.memory.allocator.rules import MIN_BLOCK_BYTES, round_up
-from fxremat.memory.optimizer_states import Held, held_by
-from fxremat.memory.optimizer_step import held_after_a_step
-from fxremat.memory.storages import storages_of
+from fxremat.memory.allocator_settings import MIN_BLOCK_BYTES, round_up
+from fxremat.memory.storages import Meter, MeteredStorage, storages_of
 from fxremat.runtime.host_memory import is_on
+
+_FLOAT = torch.float32.itemsize
+_BLOCK, _SMALL = 256, 4096  # of 8-bit Adam (Dettmers et al.)
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes of the states of one weight, and of what the step makes on top of them."""
+
+    states: int
+    step: int = 0
+
+
+def _nothing(weight: torch.Tensor) -> Held:
+    return Held(0)
+
+
+def _one(weight: torch.Tensor) -> Held:
+    return Held(_bytes(weight))
+
+
+def _adam(weight: torch.Tensor) -> Held:
+    return Held(2 * _bytes(weight), _bytes(weight))
+
+
+def _master(weight: torch.Tensor) -> Held:
+    full = weight.numel() * _FLOAT
+    copy = full if weight.dtype.itemsize < _FLOAT else 0
+    return Held(copy + 2 * full, full + copy)
+
+
+def _adafactor(weight: torch.Tensor) -> Held:
+    shape = tuple(weight.shape)
+    if len(shape) < 2:
+        return Held(weight.numel() * _FLOAT, weight.numel() * _FLOAT)
+    others = prod(shape[:-2])
+    return Held(others * (shape[-2] + shape[-1]) * _FLOAT, weight.numel() * _FLOAT)
+
+
+def _eight_bits(weight: torch.Tensor) -> Held:
+    count = weight.numel()
+    if count < _SMALL:
+        return Held(2 * count * _FLOAT)
+    return Held(2 * (count + -(-count // _BLOCK) * _FLOAT))
+
+
+OPTIMIZERS: Mapping[str, Callable[[torch.Tensor], Held]] = {
+    "none": _nothing,
+    "sgd": _nothing,
+    "sgd-momentum": _one,
+    "adam": _adam,
+    "adamw": _adam,
+    "adamw-master": _master,
+    "adamw-8bit": _eight_bits,
+    "adafactor": _adafactor,
+}
+"""By name: what one weight takes."""
+
+ONE_BY_ONE = frozenset({"adafactor", "adamw-8bit"})
+"""Optimizers whose step goes through the weights one after the other."""
+
+
+def _bytes(weight: torch.Tensor) -> int:
+    return weight.numel() * weight.dtype.itemsize
+
+
+def held_by(optimizer: str, weights: Iterable[torch.Tensor]) -> Held:
+    """What the optimizer takes for all weights that are trained; tensors may be fake.
+
+    * SGD holds nothing, with momentum one number for each weight.
+    * Adam and AdamW hold two, of the weight's type (`torch/optim/adam.py`); the step as torch runs
+      it by default makes one more for all weights at once (``_foreach_sqrt``).
+    * With a master copy, weights of 16 bits have one in float32, and both moments beside it.
+    * Adafactor holds a row and a column of each matrix in float32 (Shazeer, Stern: "Adafactor",
+      2018, section 4), and of a vector all of it.
+    * 8-bit Adam holds two bytes for each weight and two scales for each 256 of them; tensors below
+      4,096 weights stay in float32 (Dettmers et al., "8-bit optimizers via block-wise
+      quantization", 2022).
+
+    Raises `KeyError` where the name is not one of `OPTIMIZERS`.
+    """
+    each = [OPTIMIZERS[optimizer](weight) for weight in weights if weight.requires_grad]
+    steps = [one.step for one in each]
+    at_once = max(steps, default=0) if optimizer in ONE_BY_ONE else sum(steps)
+    return Held(sum(one.states for one in each), at_once)
+
+
+def held_after_a_step(optimizer: Optimizer) -> Held:
+    """Its states after the first step, and what each later step makes on top of all that is there.
+
+    A model has many weights of few kinds. Of each kind some weights step here, on tensors without
+    memory, and the rest is concluded: states are as many as weights. What a step makes beside grows
+    with the weights where it goes through all of them at once, and does not where it goes through
+    one after the other; whether it does is seen in a second step of fewer weights.
+
+    Parameters, states and what is registered with the optimizer stay as they are. Of parameters
+    that ranks share, this rank's parts count. Raises `NotTraceable` where the step needs kernels
+    that do not run without data.
+    """
+    try:
+        return _after_a_step(optimizer)
+    except Exception as error:
+        why = f"cannot step without data ({type(error).__name__}: {error})"
+        raise NotTraceable(type(optimizer).__name__, why) from error
+
+
+@dataclass
+class _Weight:
+    """A weight, which stands for so many; it is the ``number``-th of its kind."""
+
+    real: torch.Tensor
+    number: int
+    stands_for: int = 1
+    stand_in: Any = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.real.numel() * self.real.element_size()
+
+
+def _weights_of(optimizer: Optimizer) -> list[list[_Weight]]:
+    """By group, the weights that step here."""
+    groups, last, met = [], dict[Any, _Weight](), Counter[Any]()
+    for number, group in enumerate(optimizer.param_groups):
+        groups.append(list[_Weight]())
+        for weight in group["params"]:
+            if not weight.requires_grad:
+                continue
+            real = local_part(weight.detach())
+            kind = (number, real.shape, real.stride(), real.dtype, real.device)
+            met[kind] += 1
+            if met[kind] <= STEPPED_ALIKE:
+                last[kind] = _Weight(real, met[kind])
+                groups[-1].append(last[kind])
+            else:
+                last[kind].stands_for += 1
+    return groups
+
+
+def _after_a_step(optimizer: Optimizer) -> Held:
+    groups = _weights_of(optimizer)
+    weights = [one for group in groups for one in group]
+    kinds = [type(w) for group in optimizer.param_groups for w in group["params"]]
+    stepping = _Stepping(_like(optimizer), optimizer.param_groups, groups)
+    with without_memory() as made, steps_as_with(kinds, stepping.see):
+        for one in weights:
+            one.stand_in = made(one.real)
+            one.stand_in.grad = torch.empty_like(one.stand_in)
+        stepping.devices = {one.stand_in.device for one in weights}
+        stepping.step(STEPPED_ALIKE)
+        states = stepping.states()
+        most, fewer = stepping.step(STEPPED_ALIKE), stepping.step(STEPPED_ALIKE - 1)
+    added = sum(one.nbytes for one in weights if one.number == STEPPED_ALIKE)
+    missing = sum((one.stands_for - 1) * one.nbytes for one in weights)
+    return Held(states, most + ((most - fewer) * missing // added if added else 0))
+
+
+def _like(optimizer: Optimizer) -> Any:
+    """One of the same kind, without what is registered with it."""
+    stand_in: Any = object.__new__(type(optimizer))
+    stand_in.__dict__ = {  # schedulers put a "step" of their own there
+        name: OrderedDict() if name.endswith("_hooks") else own
+        for name, own in vars(optimizer).items()
+        if name != "step"
+    }
+    stand_in.state = defaultdict(dict)
+    return stand_in
+
+
+@dataclass
+class _Stepping:
+    """A stand-in for an optimizer, and what its steps make."""
+
+    optimizer: Any
+    options: Sequence[dict[str, Any]]
+    groups: list[list[_Weight]]
+    devices: set[torch.device] = field(default_factory=set)
+    _known: set[int] = field(default_factory=set)
+    _meter: Meter[MeteredStorage] = field(default_factory=Meter)
+
+    def step(self, most_alike: int) -> int:
+        """Step for so many weights of a kind; the bytes that were there at most beside."""
+        self.optimizer.param_groups = [
+            {**options, "params": [one.stand_in for one in group if one.number <= most_alike]}
+            for options, group in zip(self.options, self.groups, strict=True)
+        ]
+        self._meter, self._known = Meter(), set(self._storages(self._all()))
+        self.optimizer.step()
+        return self._meter.peak
+
+    def states(self) -> int:
+        """Bytes of the states of all weights that the ones here stand for."""
+        alike = {id(one.stand_in): one.stands_for for group in self.groups for one in group}
+        sizes: dict[int, int] = {}
+        for weight, state in self.optimizer.state.items():
+            times = alike.get(id(weight), 1)
+            sizes |= {key: times * size for key, size in self._storages(dict(state)).items()}
+        return sum(sizes.values())
+
+    def see(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Note what an op gives."""
+        self._meter.sweep()
+        for tensor in pytree.tree_leaves(result):
+            for key, size in self._storages(tensor).items():
+                if key not in self._known and key not in self._meter.live:
+                    is_gone, name = storage_watch(tensor)[1], self._meter.allocate(size)
+                    self._meter.add(key, MeteredStorage(size, is_gone, name))
+
+    def _all(self) -> list[Any]:
+        weights = [one.stand_in for group in self.groups for one in group]
+        states = [dict(state) for state in self.optimizer.state.values()]
+        return [*weights, *(weight.grad for weight in weights), *states]
+
+    def _storages(self, values: Any) -> dict[int, int]:
+        """Those on the devices of weights, with their bytes in an allocator's blocks."""
+        found = {}
+        for leaf in pytree.tree_leaves(values):
+            for part in plain_tensors(leaf):
+                if part.device in self.devices:
+                    block = MIN_BLOCK_BYTES if part.device.type == "cuda" else 1
+                    nbytes = part.untyped_storage().nbytes()
+                    found[storage_key(part)] = round_up(nbytes, block)
+        return found
+
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +263,7 @@ _SCALARS = 4 * torch.float64.itemsize
 """Python's numbers become tensors in an op, which a step without memory does not show."""
 
 OptimizerLike = str | Callable[[Any], Optimizer] | ref[Optimizer]
-"""A name (`fxremat.memory.optimizer_states.OPTIMIZERS`), what makes one of parameters, or one."""
+"""A name (`fxremat.memory.optimizers.OPTIMIZERS`), what makes one of parameters, or one."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from sys import getrefcount
 
 import torch
 
-from fxremat.compat.placement import storage_number, storage_uses, tensor_over
+from fxremat.compat.tensors import storage_number, storage_uses, tensor_over
 
 
 class Slot:

@@ -26,7 +26,7 @@ from itertools import product
 import numpy as np
 import numpy.typing as npt
 
-from fxremat.core.addresses import Buffer, Placement
+from fxremat.core.layout import Buffer, Placement
 from fxremat.planner import constants
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.indexed_problem import live_bytes

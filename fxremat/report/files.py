@@ -27,7 +27,7 @@ from fxremat.core.json_data import to_data
 from fxremat.core.plan import plan_to_json
 from fxremat.core.problem import problem_to_json
 from fxremat.errors import InvalidOption
-from fxremat.report.chrome_trace import chrome_trace
+from fxremat.report.exports import chrome_trace
 from fxremat.report.page import write_page
 from fxremat.report.report import Report
 

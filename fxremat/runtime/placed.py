@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from fxremat.compat.backward import running_node
-from fxremat.compat.placement import EMPTY, Empty, reinterpret, storage_uses
+from fxremat.compat.tensors import EMPTY, Empty, reinterpret, storage_uses
 
 Call = Callable[..., Any]
 

@@ -13,9 +13,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from fxremat.compat.backward import hooks_on_what_is_saved
-from fxremat.compat.call_stack import calling_modules
-from fxremat.compat.distributed.ranks import Shards, shards_of
-from fxremat.compat.dynamo import compiled_parts, unwrapped
+from fxremat.compat.dynamo import calling_modules, compiled_parts, unwrapped
+from fxremat.compat.ranks import Shards, shards_of
 from fxremat.compat.tensors import is_dtensor
 from fxremat.core.step import NOTHING_GATHERED, Gathered
 from fxremat.memory.storages import storage_bytes

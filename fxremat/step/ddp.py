@@ -16,7 +16,7 @@ import torch
 from torch import fx, nn
 
 from fxremat.compat.backward import backward_drops_gradients
-from fxremat.compat.distributed.ddp_parts import parts_split_for_ddp
+from fxremat.compat.ranks import parts_split_for_ddp
 from fxremat.compile import session
 from fxremat.compile.request import Request, for_inputs
 from fxremat.passes.memory_estimation import nbytes

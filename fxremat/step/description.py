@@ -28,7 +28,7 @@ from fxremat.core.step import (
     last_first,
 )
 from fxremat.errors import InfeasibleBudget, forget_frames
-from fxremat.memory.allocator.settings import AllocatorSettings
+from fxremat.memory.allocator_settings import AllocatorSettings
 from fxremat.memory.composed_steps import repeated_outside
 from fxremat.memory.layout import arrange
 from fxremat.memory.reserved_bytes import ALONE, Reserved, order_of, reserved_by_step

@@ -15,11 +15,10 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import fx
 
-from fxremat.compat.call_stack import calling_modules
 from fxremat.compat.compilers import compile_with_aot_eager
-from fxremat.compat.distributed.ranks import is_a_rank
-from fxremat.compat.dynamo import inline_regions, more_follow, unwrapped
+from fxremat.compat.dynamo import calling_modules, inline_regions, more_follow, unwrapped
 from fxremat.compat.joint_graph import copy_module
+from fxremat.compat.ranks import is_a_rank
 from fxremat.compat.sizes import with_settled_sizes
 from fxremat.compile import session
 from fxremat.compile.draft import Draft
@@ -40,7 +39,7 @@ from fxremat.compile.tracing import Ended
 from fxremat.core.layout import NOWHERE, OwnPools, StepLayout
 from fxremat.errors import forget_frames
 from fxremat.faults import with_less_after_faults
-from fxremat.memory.allocator.settings import AllocatorSettings
+from fxremat.memory.allocator_settings import AllocatorSettings
 from fxremat.memory.arena import Arena
 from fxremat.memory.reserved_bytes import keep_too_much
 from fxremat.memory.storages import Storages, saved_storages

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from fxremat.compat.distributed.pipelining import (
+from fxremat.compat.pipelining import (
     ShownStage,
     is_stage,
     received_by,

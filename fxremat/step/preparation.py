@@ -16,12 +16,12 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from fxremat.compat.distributed.ranks import parts_given_back, shared_over_ranks
 from fxremat.compat.dynamo import (
     compile_parts,
     compiled_parts,
     unwrapped,
 )
+from fxremat.compat.ranks import parts_given_back, shared_over_ranks
 from fxremat.compile import session
 from fxremat.compile.driver import total_bytes
 from fxremat.compile.request import (

@@ -16,8 +16,12 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from fxremat.compat.call_stack import calling_modules
-from fxremat.compat.dynamo import compiled_in_place, current_compilation, fresh_dynamo_caches
+from fxremat.compat.dynamo import (
+    calling_modules,
+    compiled_in_place,
+    current_compilation,
+    fresh_dynamo_caches,
+)
 from fxremat.compat.joint_graph import copy_module
 from fxremat.compat.tensors import (
     fake_tensors,

@@ -17,7 +17,7 @@ from functools import partial
 
 import torch
 
-from fxremat.compat.distributed.ranks import is_a_rank
+from fxremat.compat.ranks import is_a_rank
 from fxremat.compile import session
 from fxremat.compile.constants import DRY_RUNS
 from fxremat.compile.request import Request

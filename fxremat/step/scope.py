@@ -20,8 +20,8 @@ from torch.utils import _pytree as pytree
 
 from fxremat.compat.absent.tracing import apart_from_tracing
 from fxremat.compat.backward import hooks_on_what_is_saved, running_backward, when_freed
-from fxremat.compat.distributed.ranks import is_a_rank
 from fxremat.compat.dynamo import compilations
+from fxremat.compat.ranks import is_a_rank
 from fxremat.core.constants import MUCH_UNUSED
 from fxremat.core.step import Order, in_order, last_first
 from fxremat.errors import BudgetExceeded, PromiseBroken

@@ -15,8 +15,8 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from fxremat.compat.configuration import OpOverload
-from fxremat.compat.distributed.ranks import is_wait, moves_between_ranks, sums_over_ranks
 from fxremat.compat.joint_graph import REPEATABLE, must_be_in_forward, user_tag
+from fxremat.compat.ranks import is_wait, moves_between_ranks, sums_over_ranks
 from fxremat.compat.sizes import size_bound
 from fxremat.runtime import kernels
 

@@ -34,16 +34,15 @@ from fxremat.compile.pipeline import Runner
 from fxremat.compile.request import device_of_inputs
 from fxremat.compile.search.search import SearchResult
 from fxremat.core.plan import Plan
-from fxremat.cost.cards import absent_card
+from fxremat.cost.device import absent_card
 from fxremat.errors import CannotVary, FxrematError, InfeasibleBudget
 from fxremat.memory.measured_peak import uncollected
 from fxremat.options import parse_options
 from fxremat.planner import SolverOptions
-from fxremat.report.chrome_trace import write_chrome_trace
+from fxremat.report.exports import write_chrome_trace, write_snapshot
 from fxremat.report.front import Front, front_of, together
 from fxremat.report.page import write_page
 from fxremat.report.report import Report, Row, added_time
-from fxremat.report.snapshot import write_snapshot
 from fxremat.step.graph import plan_only
 from fxremat.step.planned import plan_in_order
 from fxremat.whatif.peak_expression import PeakExpression, expression_of

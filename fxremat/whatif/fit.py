@@ -19,20 +19,19 @@ from torch import fx, nn
 
 from fxremat.compat.absent.tracing import apart_from_tracing
 from fxremat.compat.dynamo import checkpointed_regions, mark_dynamic
-from fxremat.compat.partitioning import torch_partition
+from fxremat.compat.joint_graph import torch_partition
 from fxremat.compat.tensors import fake_mode_of, fake_tensors, on_host_without_memory
 from fxremat.compile import session
 from fxremat.compile.draft import Draft
 from fxremat.compile.driver import generating, patches_for, total_bytes, traced
 from fxremat.compile.request import request_for
 from fxremat.compile.tracing import Ended, compile_until_ended
-from fxremat.cost.cards import absent_card
-from fxremat.cost.device import DeviceSpec, device_spec
+from fxremat.cost.device import DeviceSpec, absent_card, device_spec
 from fxremat.errors import CannotVary, InvalidOption, NotTraceable
 from fxremat.memory.measured_peak import uncollected
-from fxremat.memory.optimizer_states import OPTIMIZERS, Held, held_by
+from fxremat.memory.optimizers import OPTIMIZERS, Held, held_by
 from fxremat.options import parse_options
-from fxremat.report.pictures import Dot, draw_fit
+from fxremat.report.front import Dot, draw_fit
 from fxremat.sizes import format_bytes
 from fxremat.training.blocks import are_alike, checkpointed, repeated_blocks, shortened
 from fxremat.whatif.device import absent

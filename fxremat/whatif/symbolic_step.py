@@ -17,7 +17,6 @@ from math import prod
 from typing import Any
 
 from fxremat.compat.absent.tracing import with_numbers as torch_with_numbers
-from fxremat.compat.call_stack import with_stack_room
 from fxremat.compat.compilers import joint_passes
 from fxremat.compat.configuration import (
     PARTITIONER,
@@ -25,6 +24,7 @@ from fxremat.compat.configuration import (
     SCHEDULER_PASS,
     inductor_config,
 )
+from fxremat.compat.dynamo import with_stack_room
 from fxremat.compat.joint_graph import copy_module, without_user_tags
 from fxremat.compat.sizes import sizes_at, symbols_seen
 from fxremat.compile.cost_model import CostModel, cost_model

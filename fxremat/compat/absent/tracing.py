@@ -18,11 +18,10 @@ from torch.utils import _pytree as pytree
 
 from fxremat.compat.absent.attention import for_capability
 from fxremat.compat.absent.pretending import CUDA, Properties, pretending
-from fxremat.compat.call_stack import with_stack_room
 from fxremat.compat.compilers import in_fake_mode_of, inductor_decompositions, joint_passes
 from fxremat.compat.configuration import inductor_config
-from fxremat.compat.joint_graph import copy_module
-from fxremat.compat.partitioning import only_marked_buffers_donated, torch_partition
+from fxremat.compat.dynamo import with_stack_room
+from fxremat.compat.joint_graph import copy_module, only_marked_buffers_donated, torch_partition
 from fxremat.compat.sizes import size_bound, sizes_at
 
 ABSENT = {"shape_padding": False, "max_autotune": False, "max_autotune_gemm": False}

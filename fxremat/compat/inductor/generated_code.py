@@ -11,13 +11,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxremat.compat.autotune import tuned_in_the_step
+from fxremat.compat.compilers import tuned_in_the_step
 from fxremat.compat.configuration import caches_disabled, inductor_config
 from fxremat.compat.inductor.lowered_ahead import Lowered, lowering_key
 from fxremat.compat.inductor.post_grad import unmarked
 from fxremat.compat.inductor.scheduling import far_loops_apart
-from fxremat.compat.joint_graph import copy_module
-from fxremat.compat.partitioning import donated_inputs, name_in_forward
+from fxremat.compat.joint_graph import copy_module, donated_inputs, name_in_forward
 
 
 @dataclass(frozen=True)

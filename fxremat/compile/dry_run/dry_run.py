@@ -26,9 +26,9 @@ from fxremat.compat.inductor.generated_code import (
     code_key,
     generate,
 )
-from fxremat.compat.inductor.kernels_ahead import begin_kernels
+from fxremat.compat.inductor.kernels import begin_kernels
 from fxremat.compat.inductor.lowered_ahead import hand_over as torch_hand_over
-from fxremat.compat.partitioning import name_in_forward
+from fxremat.compat.joint_graph import name_in_forward
 from fxremat.compat.sizes import size_bound
 from fxremat.compat.tensors import storage_key, without_memory
 from fxremat.compile.dry_run.meter import CodeMeter, Dropped, Workspace

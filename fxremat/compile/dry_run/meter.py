@@ -20,7 +20,7 @@ from fxremat.core.events import Allocate, Event, Free
 from fxremat.core.layout import CodeBuffer
 from fxremat.core.timeline import Lifetime
 from fxremat.cost.call_times import call_key
-from fxremat.memory.allocator.rules import MIN_BLOCK_BYTES, round_up
+from fxremat.memory.allocator_settings import MIN_BLOCK_BYTES, round_up
 from fxremat.memory.storages import Meter, MeteredStorage
 from fxremat.passes.memory_estimation import nbytes
 from fxremat.runtime import accumulated, kernels

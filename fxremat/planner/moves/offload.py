@@ -27,8 +27,7 @@ from dataclasses import dataclass, replace
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Op, Problem, Value
 from fxremat.core.schedule import ops_of
-from fxremat.core.timeline import Timeline
-from fxremat.core.timing import transfer_us
+from fxremat.core.timeline import Timeline, transfer_us
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.indexed_problem import build_model, peak_bound
 from fxremat.planner.local import greedy

@@ -21,7 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from fxremat.core.problem import Problem
-from fxremat.core.timing import transfer_us
+from fxremat.core.timeline import transfer_us
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.indexed_problem import INPUT, build_model
 from fxremat.planner.local.stage_schedule import StageSchedule

@@ -26,8 +26,7 @@ import numpy.typing as npt
 
 from fxremat.core.problem import Problem
 from fxremat.core.schedule import Move, Step
-from fxremat.core.timeline import Timeline, replay
-from fxremat.core.timing import transfer_us
+from fxremat.core.timeline import Timeline, replay, transfer_us
 
 ANY = 2**62
 """A budget that is none."""

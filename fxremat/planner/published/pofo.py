@@ -35,8 +35,7 @@ import numpy as np
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Copies, Problem
 from fxremat.core.schedule import Kind, Step
-from fxremat.core.timeline import Timeline, replay
-from fxremat.core.timing import transfer_us
+from fxremat.core.timeline import Timeline, replay, transfer_us
 from fxremat.planner import constants
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.indexed_problem import IndexedProblem

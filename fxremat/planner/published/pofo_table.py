@@ -34,7 +34,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fxremat.core.problem import Copies
-from fxremat.core.timing import transfer_us
+from fxremat.core.timeline import transfer_us
 from fxremat.planner import constants
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.published.rotor import PAID, PAY, Table

@@ -16,15 +16,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from fxremat.core.events import Allocate, EmptyCache, Event, Free
-from fxremat.memory.allocator.blocks import Block, Device, Level, Pool
-from fxremat.memory.allocator.expandable import ExpandableSegments
-from fxremat.memory.allocator.rules import (
+from fxremat.memory.allocator_blocks import Block, Device, ExpandableSegments, Level, Pool
+from fxremat.memory.allocator_settings import (
     LARGEST_SMALL_BYTES,
+    AllocatorSettings,
     is_worth_splitting,
     round_request,
     segment_bytes_for,
 )
-from fxremat.memory.allocator.settings import AllocatorSettings
 
 
 class CachingAllocator:
