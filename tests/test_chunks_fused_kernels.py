@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import fx
 
+from fxremat.compat.inductor import kernels as kernels_of_inductor
 from fxremat.memory.measured_peak import measure_peak
 from fxremat.passes.variants.chunks.rules import CHUNKED_ATTENTION, CHUNKED_LOSS, CHUNKED_MLP
 from fxremat.runtime import kernels
@@ -124,7 +125,7 @@ def test_what_a_kernel_allocates_is_asked_once_for_all_processes_that_share_a_ca
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     given, written = inputs(80), list[Any]()
-    unbuilt = fused_kernels.unbuilt_kernel
+    unbuilt = kernels_of_inductor.unbuilt_kernel
 
     def counted(module: Any) -> Any:
         written.append(module)

@@ -19,8 +19,6 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import fx, nn
 
-from fxremat.compat.optimizers import kinds_of
-
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
 
@@ -116,6 +114,13 @@ def options_given_to(backend: Callable[..., Any]) -> list[Mapping[str, Any]]:
     wrapper = torch._TorchCompileWrapper
     found = [one for one in gc.get_objects() if type(one) is wrapper]
     return [one.kwargs.get("options", {}) for one in found if one.compiler_fn is backend]
+
+
+def kinds_of(kind: type[Any]) -> Iterator[type[Any]]:
+    """The class, and all that are derived from it."""
+    yield kind
+    for each in kind.__subclasses__():
+        yield from kinds_of(each)
 
 
 def modules_compiled_by(backend: Callable[..., Any]) -> list[tuple[nn.Module, Mapping[str, Any]]]:

@@ -17,6 +17,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim import optimizer as base
 
+from fxremat.compat.dynamo import kinds_of
 from fxremat.compat.tensors import Watching
 
 _MADE: list[ref[Optimizer]] = []
@@ -42,13 +43,6 @@ def note_optimizers() -> None:
     for one in gc.get_objects() if used else ():
         if type(one) in used:  # asking a proxy for its class could run code
             _note(one)
-
-
-def kinds_of(kind: type[Any]) -> Iterator[type[Any]]:
-    """The class, and all that are derived from it."""
-    yield kind
-    for each in kind.__subclasses__():
-        yield from kinds_of(each)
 
 
 def _note(optimizer: Optimizer) -> None:
