@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
@@ -42,6 +42,7 @@ from fxremat.compat.joint_graph import (
 from fxremat.passes.base import Changed, Pass
 from fxremat.runtime import kernels
 
+T = TypeVar("T")
 IN_FORWARD = "fxremat_in_forward"
 """In the ``meta`` of a node that a variant put into the forward, for the backward to read."""
 
@@ -231,11 +232,9 @@ def is_run_for_effect(node: fx.Node) -> bool:
     )
 
 
-def reached(
-    starts: Iterable[fx.Node], onward: Callable[[fx.Node], Iterable[fx.Node]]
-) -> set[fx.Node]:
-    """The nodes that are reached from some, themselves included, step by step."""
-    found: set[fx.Node] = set()
+def reached(starts: Iterable[T], onward: Callable[[T], Iterable[T]]) -> set[T]:
+    """What (nodes, say) is reached from some, themselves included, step by step."""
+    found: set[T] = set()
     stack = list(starts)
     while stack:
         node = stack.pop()

@@ -17,7 +17,7 @@ from fxremat.passes.joint_graph import JointGraph
 from fxremat.passes.nodes import add_call, last_of
 from fxremat.passes.variants import insertion
 from fxremat.passes.variants.chunks.rules import CHUNKED_MLP
-from fxremat.passes.variants.rule import Site
+from fxremat.passes.variants.insertion import Site
 from fxremat.verify.taken_variants import TakenVariant, check_variants
 from tests.graphs import capture
 from tests.variants import verify

@@ -36,8 +36,8 @@ from fxremat.core.constants import FEW_BIT_GRID, MEASURABLE
 from fxremat.passes.joint_graph import JointGraph, Role, is_repeatable, is_tensor, is_view
 from fxremat.passes.materialisation import is_fusable, is_reduction
 from fxremat.passes.nodes import Add, fake, laid_out_like
+from fxremat.passes.variants.insertion import Rule, Site, StandIns
 from fxremat.passes.variants.packed_bits import pack, unpack
-from fxremat.passes.variants.rule import Rule, Site, StandIns
 from fxremat.passes.variants.saved_values import (
     Inserter,
     as_dtype,

@@ -33,7 +33,7 @@ from torch import fx
 
 from fxremat.passes.joint_graph import JointGraph, Role, is_tensor, is_view, root
 from fxremat.passes.nodes import Add, fake
-from fxremat.passes.variants.rule import Rule, Site, StandIns
+from fxremat.passes.variants.insertion import Rule, Site, StandIns
 from fxremat.passes.variants.saved_values import Inserter
 
 _ATEN = torch.ops.aten

@@ -1,8 +1,13 @@
-"""Variants put beside the ops of a joint graph, to choose from; and taken, once chosen.
+"""Operator variants: rules, put beside the ops of a joint graph to choose from, and taken.
 
     h ── gelu ── y ── mm            h ── gelu ── y ── mm            h ── other ── y' ── mm
                                     h ── other ── y'
     the graph                       inserted                        taken
+
+A `Site` of a `Rule` names nodes of the graph and can put other nodes beside them that compute the
+same. Nothing that is there changes: who reads what is decided later, by the plan. A *stand-in* is a
+new node that may be read in place of an old one: y' of y. Sites that name the same old node exclude
+one another: at most one of them is taken.
 
 A reader reads the stand-in in place of the old node, unless the stand-in is computed from that
 reader. A stand-in of the backward is read in the backward alone. Nodes that nobody needs once
@@ -33,7 +38,39 @@ from fxremat.passes.joint_graph import (
     read_joint_graph,
 )
 from fxremat.passes.nodes import Ancestry
-from fxremat.passes.variants.rule import Rule, Site
+
+StandIns = dict[fx.Node, fx.Node]
+
+
+@dataclass(frozen=True)
+class Site:
+    """One occurrence of a rule, as one variant.
+
+    ``name`` is unique in the graph, and the same in every run. ``insert`` puts the new nodes in,
+    with ``meta["val"]``, where everything they read has been computed, and returns the stand-ins:
+    sizes, strides and dtypes of old and new are the same. It may be given a copy of the graph:
+    the second argument says which node there is which of the nodes that `find` was given.
+    """
+
+    rule: str
+    name: str
+    insert: Callable[[fx.Graph, Mapping[fx.Node, fx.Node]], StandIns]
+    backward_only: bool = False
+    """Whether the stand-ins are for readers in the backward alone, and computed for these."""
+    spares: fx.Node | None = None
+    """The call whose workspace is all that the variant saves, if it is that."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A row of the table of variants. ``line`` says in one line what it is, for the user."""
+
+    name: str
+    line: str
+    find: Callable[[JointGraph], Iterable[Site]]
+    lossy: bool = False
+    by_default: bool = True
+    """Whether it is tried where no rules are named."""
 
 
 @dataclass(frozen=True)

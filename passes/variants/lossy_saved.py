@@ -37,7 +37,7 @@ from torch import fx
 from fxremat.passes.joint_graph import JointGraph, Role, is_view
 from fxremat.passes.nodes import Add, fake, packet_of
 from fxremat.passes.variants import few_bit
-from fxremat.passes.variants.rule import Rule, Site, StandIns
+from fxremat.passes.variants.insertion import Rule, Site, StandIns
 from fxremat.passes.variants.saved_values import (
     Decode,
     Inserter,

@@ -29,7 +29,7 @@ from fxremat.core.constants import LOOSE_PACKING
 from fxremat.passes.joint_graph import JointGraph, Role, is_repeatable, is_tensor, is_view
 from fxremat.passes.materialisation import is_fusable
 from fxremat.passes.nodes import Add, fake
-from fxremat.passes.variants.rule import Rule, Site, StandIns
+from fxremat.passes.variants.insertion import Rule, Site, StandIns
 from fxremat.passes.variants.saved_values import (
     Inserter,
     as_dtype,

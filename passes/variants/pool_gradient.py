@@ -32,7 +32,7 @@ from fxremat.compat.sizes import size_bound
 from fxremat.passes.joint_graph import STORED, JointGraph, is_view, root
 from fxremat.passes.materialisation import MOST_INLINED_OPS
 from fxremat.passes.nodes import adder, fake
-from fxremat.passes.variants.rule import Rule, Site, StandIns
+from fxremat.passes.variants.insertion import Rule, Site, StandIns
 
 _ATEN, _PRIMS = torch.ops.aten, torch.ops.prims
 

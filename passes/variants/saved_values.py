@@ -37,7 +37,7 @@ from fxremat.passes.joint_graph import (
 )
 from fxremat.passes.materialisation import is_fusable, materialise
 from fxremat.passes.nodes import Add, add_call, fake
-from fxremat.passes.variants.rule import StandIns
+from fxremat.passes.variants.insertion import StandIns
 
 Decode = Callable[["Inserter", fx.Node], fx.Node]
 """Given where to add nodes and the old value, adds encode and decode; returns the decoded."""

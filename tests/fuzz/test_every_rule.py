@@ -18,7 +18,7 @@ from hypothesis import given
 from torch import fx
 
 from fxremat.passes.nodes import add_call
-from fxremat.passes.variants.rule import Site
+from fxremat.passes.variants.insertion import Site
 from fxremat.passes.variants.table import RULES
 from fxremat.runtime.chunks import counted_rows, operator
 from fxremat.runtime.chunks.call import RowsCall, pieces

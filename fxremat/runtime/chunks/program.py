@@ -24,10 +24,13 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
+from torch.fx.node import map_aggregate
+from torch.utils import _pytree as pytree
 
+T = TypeVar("T")
 Kind = Literal["row", "last", "whole", "sum"]
 
 
@@ -54,19 +57,24 @@ class Instruction:
     row_shape: tuple[int, ...]
     dtype: torch.dtype
 
+    def of_type(self, kind: type[T]) -> Iterator[T]:
+        """The arguments, and parts of them, that are of this type."""
+        leaves = pytree.tree_leaves((self.args, tuple(self.kwargs.values())))
+        return (one for one in leaves if isinstance(one, kind))
+
     @property
     def reads(self) -> tuple[int, ...]:
-        return tuple(refs((self.args, tuple(self.kwargs.values()))))
+        return tuple(ref.number for ref in self.of_type(Ref))
 
     @property
     def numel(self) -> int:
         """Elements of the result, for one row."""
         return prod(self.row_shape)
 
-    def arguments(self, value: Callable[[int], Any], rows: int) -> tuple[list[Any], dict[str, Any]]:
+    def arguments(self, value: Callable[[int], Any], rows: int) -> tuple[Any, dict[str, Any]]:
         """The arguments, by position and by name, with values in place of references."""
-        named = {key: with_values(one, value, rows) for key, one in self.kwargs.items()}
-        return with_values(self.args, value, rows), named
+        args, named = with_values((self.args, dict(self.kwargs)), value, rows)
+        return args, dict(named)
 
     def run(self, value: Callable[[int], Any], rows: int) -> Any:
         args, named = self.arguments(value, rows)
@@ -74,14 +82,12 @@ class Instruction:
 
     def renumbered(self, number: Callable[[int], int]) -> Instruction:
         """The same call, with other numbers for the values that it reads."""
+        return self.with_other(lambda one: Ref(number(one.number)) if isinstance(one, Ref) else one)
 
-        def other(thing: Any) -> Any:
-            if isinstance(thing, Ref):
-                return Ref(number(thing.number))
-            return tuple(map(other, thing)) if isinstance(thing, (list, tuple)) else thing
-
-        kwargs = {key: other(one) for key, one in self.kwargs.items()}
-        return replace(self, args=other(self.args), kwargs=kwargs)
+    def with_other(self, change: Callable[[Any], Any]) -> Instruction:
+        """The same call, with a change made to each argument and each part of one."""
+        args, kwargs = map_aggregate((self.args, dict(self.kwargs)), change)
+        return replace(self, args=args, kwargs=dict(kwargs))
 
 
 Number = bool | int | float
@@ -146,23 +152,15 @@ class Program:
         return Program(num_rows, num_whole, setup, loop, tuple(map(number, self.results)))
 
 
-def refs(thing: Any) -> Iterator[int]:
-    if isinstance(thing, Ref):
-        yield thing.number
-    elif isinstance(thing, (list, tuple)):
-        for part in thing:
-            yield from refs(part)
-
-
 def with_values(thing: Any, value: Callable[[int], Any], rows: int) -> Any:
-    """An argument with values in place of references."""
-    if isinstance(thing, Ref):
-        return value(thing.number)
-    if isinstance(thing, RowCount):
-        return rows
-    if isinstance(thing, (list, tuple)):
-        return [with_values(part, value, rows) for part in thing]
-    return thing
+    """Arguments with values in place of references."""
+
+    def found(one: Any) -> Any:
+        if isinstance(one, Ref):
+            return value(one.number)
+        return rows if isinstance(one, RowCount) else one
+
+    return map_aggregate(thing, found)
 
 
 def _encoded(thing: Any) -> Any:

@@ -40,7 +40,7 @@ from fxremat.passes.variants.attention.layout import (
     result_here,
 )
 from fxremat.passes.variants.attention.match import Attention, find_attention
-from fxremat.passes.variants.rule import Rule, Site, StandIns
+from fxremat.passes.variants.insertion import Rule, Site, StandIns
 
 _ATEN = torch.ops.aten
 At = Callable[[fx.Node], fx.Node]

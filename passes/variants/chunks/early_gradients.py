@@ -25,7 +25,7 @@ from torch import fx
 from fxremat.compat.configuration import OpOverload
 from fxremat.passes.joint_graph import Role, is_repeatable, is_tensor, reached
 from fxremat.passes.nodes import arguments_of, dtype_of, packet_name, shape_of
-from fxremat.passes.variants.chunks.calls import VIEWS
+from fxremat.passes.variants.chunks.operators import VIEWS
 from fxremat.passes.variants.chunks.regions import Region, levels
 
 

@@ -3,8 +3,8 @@
     x ── mm ── logits [N, V] ── ... ── loss          before: N rows of logits
     x ── rows(program) ── loss                       after: a chunk of logits
 
-`regions` and `image_regions` say what a region is, and why a chunk of it may be computed alone.
-Here each region gets its rule, and is offered in several forms, each with a few sizes of chunks:
+`regions` says what a region is, and why a chunk of it may be computed alone. Here each region gets
+its rule, and is offered in several forms, each with a few sizes of chunks:
 
 * *again*: one call for each loop; the backward computes a chunk of the forward again;
 * *at once*: the forward computes the gradients too, up to the factor that the backward brings (see
@@ -38,13 +38,17 @@ from fxremat.passes.nodes import (
     last_of,
     packet_name,
 )
-from fxremat.passes.variants.chunks.calls import row_shape_of
 from fxremat.passes.variants.chunks.early_gradients import Factor, factor
 from fxremat.passes.variants.chunks.ignored_rows import IgnoredRows, ignored_rows
-from fxremat.passes.variants.chunks.image_regions import find_image_regions
 from fxremat.passes.variants.chunks.loops import Loop, Refused, plan_loops
-from fxremat.passes.variants.chunks.regions import Region, find_regions, levels
-from fxremat.passes.variants.rule import Rule, Site, StandIns
+from fxremat.passes.variants.chunks.operators import row_shape_of
+from fxremat.passes.variants.chunks.regions import (
+    Region,
+    find_image_regions,
+    find_regions,
+    levels,
+)
+from fxremat.passes.variants.insertion import Rule, Site, StandIns
 from fxremat.passes.variants.saved_values import has_order
 from fxremat.runtime.chunks.operator import ROWS
 from fxremat.runtime.chunks.program import dump
