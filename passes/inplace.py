@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
 from typing import Any
 
 from torch import fx
@@ -92,8 +91,7 @@ def overwritable(joint: JointGraph) -> dict[fx.Node, fx.Node]:
     It may do so where the plan lets that owner die in the call. Owners that live to the end, and
     those in the other half of the graph, are left out.
     """
-    results = {root(n) for n in (*joint.forward_outputs, *joint.backward_outputs)}
-    found = {}
+    results, found = joint.result_roots(), {}
     for node in joint.module.graph.nodes:
         owner = operand_of(node)
         if owner is None or owner in results or owner in joint.mutated:
@@ -113,15 +111,13 @@ class _InPlaceWriter:
 
     def __init__(self, graph: fx.Graph, kept: set[fx.Node], forward: set[fx.Node]) -> None:
         self.graph, self.kept, self.forward = graph, kept, forward
-        self.position = dict(zip(graph.nodes, count()))
         self.pairs: list[tuple[str, str]] = []
         self.replacements: dict[fx.Node, fx.Node] = {}
 
     def may_write(self, node: fx.Node, owner: fx.Node) -> bool:
         if owner in self.kept or (node in self.forward) != (owner in self.forward):
             return False
-        others = (user for user in users_through_views(owner) if user is not node)
-        return all(self.position[user] < self.position[node] for user in others)
+        return all(user is node or user < node for user in users_through_views(owner))
 
     def write(self, node: fx.Node, owner: fx.Node) -> None:
         half = "forward" if node in self.forward else "backward"
@@ -137,7 +133,6 @@ class _InPlaceWriter:
         name = node.name
         self.pairs.append((name, owner.name))
         self.replacements[node] = seen
-        self.position[call] = self.position[node]
         self.graph.erase_node(node)
         call._rename(name + INTO)
 
@@ -148,7 +143,6 @@ class _InPlaceWriter:
         base = self.same_view(given.all_input_nodes[0], owner)
         new = self.graph.node_copy(given, lambda n: base)
         new.meta = dict(given.meta)
-        self.position[new] = self.position[given]
         if owner in self.forward:
             self.forward.add(new)
         return new

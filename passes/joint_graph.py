@@ -81,6 +81,10 @@ class JointGraph:
         """The nodes among the backward's results; inputs without gradient have none."""
         return _nodes(self.results[self.num_forward_outputs :])
 
+    def result_roots(self) -> set[fx.Node]:
+        """Storages that the graph returns: they live to its end anyway."""
+        return set(map(root, _nodes(self.results)))
+
 
 def _nodes(results: tuple[Any, ...]) -> tuple[fx.Node, ...]:
     return tuple(n for n in results if isinstance(n, fx.Node))

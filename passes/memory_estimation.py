@@ -121,7 +121,6 @@ class _Builder:
         self.timer, self.device = timer, device
         self.inserted, self.overwritable = inserted, overwritable
         self.workspace = workspace
-        self.position = {n: i for i, n in enumerate(joint.module.graph.nodes)}
         self.bytes: dict[str, int] = {}
         self.slices: dict[str, RecomputeSlice] = {}
         self.ops: dict[str, Op] = {}
@@ -169,8 +168,8 @@ class _Builder:
         self, sinks: list[fx.Node], values: list[fx.Node], variant: InsertedVariant | None = None
     ) -> Op:
         inside, reads = self.slice_of(sinks, variant)
-        nodes = tuple(sorted(inside, key=self.position.__getitem__))
-        read = sorted(reads, key=self.position.__getitem__)
+        nodes = tuple(sorted(inside))
+        read = sorted(reads)
         sizes = {n.name: self.size(n) for n in (*read, *values)}
         self.bytes.update(sizes)
         name = sinks[0].name
@@ -234,7 +233,7 @@ class _Builder:
         in_forward = self.joint.role[value] is Role.FORWARD
         return tuple(
             (source.name, value.name)
-            for source in sorted(sources, key=self.position.__getitem__)
+            for source in sorted(sources)
             if source.op == "call_function"
             and not is_scattering(source)  # Inductor has no loop write over what it mutated
             # What the forward saved comes in as an input, which is never written over.
@@ -354,7 +353,7 @@ class _Builder:
         before = set(op.reads)
         if names == before and inside == {*old.nodes}:
             return None
-        nodes = tuple(sorted(inside, key=self.position.__getitem__))
+        nodes = tuple(sorted(inside))
         traffic = sum(self.size(node) for node in (*reads, *old.values))
         is_loop = self.materialisation.fused and len(old.values) == 1
         is_loop = is_loop and all(map(is_fusable, old.sinks))

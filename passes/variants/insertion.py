@@ -310,8 +310,8 @@ class _Inserting:
         calls = [node for node in nodes if node.op == "call_function"]
         forward = [node for node in calls if role[node] is Role.FORWARD]
         backward = [node for node in calls if role[node] is Role.BACKWARD]
-        self.last = max([*forward, *([] if self.last is None else [self.last])], default=None)
-        self.first = min([*backward, *([] if self.first is None else [self.first])], default=None)
+        self.last = max(filter(None, (self.last, *forward)), default=None)
+        self.first = min(filter(None, (self.first, *backward)), default=None)
 
 
 def _move_to_readers(nodes: Sequence[fx.Node]) -> None:

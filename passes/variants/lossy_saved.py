@@ -29,6 +29,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -118,8 +119,7 @@ def _finished(add: Add, rows: fx.Node, value: fx.Node) -> fx.Node:
 
 def _codes_of_4(add: Add, packed: fx.Node) -> fx.Node:
     shifts = add(_ATEN.mul.Tensor, counting(add, 2, torch.uint8, packed), 4)
-    column = add(_ATEN.unsqueeze.default, packed, -1)
-    both = add(_ATEN.bitwise_right_shift.Tensor, column, shifts)
+    both = add(_ATEN.bitwise_right_shift.Tensor, _column(add, packed), shifts)
     codes = add(_ATEN.bitwise_and.Scalar, both, 15)
     return add(_ATEN.reshape.default, codes, [-1, quantised.BLOCK])
 
@@ -203,17 +203,14 @@ def _turned(add: Add, matrix: fx.Node) -> fx.Node:
 
 
 def _is_turned(node: fx.Node) -> bool:
-    if node.target is _ATEN.t.default:
-        return True
-    return node.target is _ATEN.permute.default and list(node.args[1]) == [1, 0]  # type: ignore[arg-type]
+    order: Any = node.args[1] if node.target is _ATEN.permute.default else ()
+    return node.target is _ATEN.t.default or list(order) == [1, 0]
 
 
 def _is_view_of(node: fx.Node, value: fx.Node) -> bool:
-    while node is not value:
-        if not is_view(node):
-            return False
+    while node is not value and is_view(node):
         node = node.all_input_nodes[0]
-    return True
+    return node is value
 
 
 def _weight_gradient(joint: JointGraph, saved: Saved) -> _WeightGradient | None:

@@ -52,7 +52,7 @@ def _ways(region: Region) -> list[fx.Node]:
         return [node for node in nodes if role.get(node) is Role.BACKWARD]
 
     found = reached(late(region.kinds), lambda node: late(node.all_input_nodes))
-    return sorted(found, key=region.position.__getitem__)
+    return sorted(found)
 
 
 def _first_cut(region: Region, ways: list[fx.Node]) -> int | None:
@@ -62,14 +62,11 @@ def _first_cut(region: Region, ways: list[fx.Node]) -> int | None:
     for i, node in enumerate(ways):
         if node in region.kinds:
             return None
-        if reach <= i and shape_of(node) in ((), (1,)) and not _more_sources(ways[i + 1 :]):
+        is_passed = reach <= i and shape_of(node) in ((), (1,))
+        if is_passed and all(later.op != "placeholder" for later in ways[i + 1 :]):
             return i
         reach = max([reach, *(index[user] for user in node.users if user in index)])
     return None
-
-
-def _more_sources(nodes: list[fx.Node]) -> bool:
-    return any(node.op == "placeholder" for node in nodes)
 
 
 def factor(region: Region) -> Factor | None:

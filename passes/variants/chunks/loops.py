@@ -91,7 +91,7 @@ class _ProgramWriter:
             return [(o.node, o.kind) for o in given if self.is_computed(o)]
 
         found = reached(((node, self.region.kinds[node]) for node in results), read)
-        return sorted(found, key=lambda one: (self.region.position[one[0]], one[1]))
+        return sorted(found)
 
     def write(self, results: list[fx.Node]) -> None:
         for node, kind in self.slice_of(results):
@@ -178,7 +178,7 @@ def plan_loops(region: Region, level: Mapping[fx.Node, int]) -> list[Loop]:
         wanted.setdefault(level[node], set()).add(node)
     depending_on_big, loops = region.depending_on_big(), []
     for now in range(max(level.values()), -1, -1):
-        results = sorted(wanted.get(now, ()), key=region.position.__getitem__)
+        results = sorted(wanted.get(now, ()))
         if not results:
             continue
 

@@ -62,7 +62,6 @@ class Region:
     rows: int
     width: int
     kinds: dict[fx.Node, Kind]
-    position: dict[fx.Node, int]
     convolution: fx.Node | None = None
     """The convolution of a region of images (see `find_image_regions`)."""
     only_backward: bool = False
@@ -113,7 +112,7 @@ class Region:
         return packet_name(node) in VIEWS
 
     def in_order(self) -> list[fx.Node]:
-        return sorted(self.kinds, key=self.position.__getitem__)
+        return sorted(self.kinds)
 
     def is_read_outside(self, node: fx.Node) -> bool:
         """Whether a node outside of the region reads this one from a loop."""
@@ -140,7 +139,7 @@ class Region:
             if self.is_view(node):
                 found.discard(node)
                 found |= {o.node for o in self.operands(node) if o.node in self.kinds}
-        return sorted(found, key=self.position.__getitem__)
+        return sorted(found)
 
     def depending_on_big(self) -> set[fx.Node]:
         """Nodes that depend on a big one inside the region, and big ones."""
@@ -220,7 +219,7 @@ def _add_between(region: Region) -> None:
             if user not in region.kinds and user not in seen and _may_lead(region, node, user):
                 seen.add(user)
                 stack.append(user)
-    for node in sorted(seen, key=region.position.__getitem__, reverse=True):
+    for node in sorted(seen, reverse=True):
         read = [region.operands(user) for user in node.users if user in region.kinds]
         if any(all(o.kind == "row" for o in given if o.node is node) for given in read):
             region.kinds[node] = "row"
@@ -237,14 +236,13 @@ def grow(
     joint: JointGraph,
     seed: fx.Node,
     rows: int,
-    position: dict[fx.Node, int],
     cache: CallsCache,
     convolution: fx.Node | None = None,
 ) -> Region:
     """The region around a big value; ``cache`` is what was found out about the same rows."""
     row_shape = row_shape_of(seed, rows)
     assert row_shape is not None
-    region = Region(joint, rows, prod(row_shape), {}, position, convolution, _calls=cache)
+    region = Region(joint, rows, prod(row_shape), {}, convolution, _calls=cache)
     if region.calls(seed, "row") is None:
         return region
     _grow(region, seed)
@@ -279,16 +277,16 @@ class _Grower:
     """Grows regions of one graph, each only once: several rules want some of them."""
 
     joint: JointGraph
-    position: dict[fx.Node, int]
+    nodes: list[fx.Node]
     calls: dict[int, CallsCache] = field(default_factory=dict)
     grown: dict[fx.Node, list[Region]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, joint: JointGraph) -> _Grower:
-        position = {n: i for i, n in enumerate(joint.module.graph.nodes)}
+        nodes = list(joint.module.graph.nodes)
         known = joint.notes.get(cls.__name__)
-        if known is None or known.position != position:
-            known = joint.notes[cls.__name__] = cls(joint, position)
+        if known is None or known.nodes != nodes:
+            known = joint.notes[cls.__name__] = cls(joint, nodes)
         assert isinstance(known, cls)
         return known
 
@@ -297,7 +295,7 @@ class _Grower:
             shape = known_shape(seed)  # rows are a product of leading dimensions, largest first
             counts = (prod(shape[:cut]) for cut in range(len(shape) - 1, 0, -1))
             regions = (
-                grow(self.joint, seed, n, self.position, self.calls.setdefault(n, {}))
+                grow(self.joint, seed, n, self.calls.setdefault(n, {}))
                 for n in dict.fromkeys(counts)
                 if n > 1
             )
@@ -321,7 +319,7 @@ def find_regions(
     found: list[Region] = []
     taken: set[fx.Node] = set()
     tried: set[fx.Node] = set()
-    for seed in sorted(seeds, key=lambda n: (-sizes[n], grower.position[n])):
+    for seed in sorted(seeds, key=lambda n: (-sizes[n], n)):
         if seed in tried:
             continue
         regions = grower.around(seed)
@@ -357,16 +355,16 @@ def find_image_regions(joint: JointGraph) -> list[Region]:
     read, as at the images, and there it is where values are largest. The gradient of its input is
     computed twice, because what a normalisation's gradient adds up has to be known first.
     """
-    position = {node: i for i, node in enumerate(joint.module.graph.nodes)}
-    least = max((nbytes(node) for node in position if node.op == "call_function"), default=0) / 2
+    calls = [node for node in joint.module.graph.nodes if node.op == "call_function"]
+    least = max(map(nbytes, calls), default=0) / 2
     cache: dict[int, CallsCache] = {}
     found: list[Region] = []
-    for node in position:
+    for node in calls:
         shape = shape_of(node) if packet_name(node) == "convolution" else None
         if shape is None or nbytes(node) < least or shape[0] < 2:
             continue
         known = cache.setdefault(shape[0], {})
-        region = grow(joint, node, shape[0], position, known, convolution=node)
+        region = grow(joint, node, shape[0], known, convolution=node)
         if is_worth_it(region) and all(region.kinds != other.kinds for other in found):
             found.append(region)
     return found
