@@ -60,13 +60,11 @@ def _masked_rows(graph: fx.Graph, into: fx.Node, later: fx.Node) -> fx.Node:
 
 
 def _rows(graph: fx.Graph, into: fx.Node, later: fx.Node) -> fx.Node:
-    _, indices, values, *_ = later.args
-    return add_call(graph, _ATEN.index_put.default, (into, indices, values, True), later)
-
-
-def _embedding(graph: fx.Graph, into: fx.Node, later: fx.Node) -> fx.Node:
-    values, index, *_ = later.args
-    return add_call(graph, _ATEN.index_put.default, (into, [index], values, True), later)
+    if later.target is _ATEN.embedding_dense_backward.default:
+        given: tuple[Any, ...] = [later.args[1]], later.args[0]
+    else:
+        given = later.args[1:3]
+    return add_call(graph, _ATEN.index_put.default, (into, *given, True), later)
 
 
 _MAKERS: dict[Any, Accumulate] = {
@@ -75,7 +73,7 @@ _MAKERS: dict[Any, Accumulate] = {
     _ATEN._unsafe_masked_index_put_accumulate.default: _masked_rows,
     _ATEN.index_put.default: _rows,
     _ATEN._unsafe_index_put.default: _rows,
-    _ATEN.embedding_dense_backward.default: _embedding,
+    _ATEN.embedding_dense_backward.default: _rows,
 }
 _EXTERN = {*_MAKERS, _ATEN.addmm.default, _ATEN.baddbmm.default}
 """Calls whose result always has memory of its own: only onto these is anything added."""

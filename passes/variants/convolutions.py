@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -57,25 +56,19 @@ def _is_known(call: fx.Node) -> bool:
 # --- less workspace ------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _InLess:
-    """A call of a convolution, ``images`` at a time, by an algorithm."""
-
-    call: fx.Node
-    images: int
-    algorithm: str
-
-    def insert(self, graph: fx.Graph, copies: Mapping[fx.Node, fx.Node]) -> StandIns:
-        old = copies[self.call]
-        args = (*old.args, self.images, self.algorithm)
-        with graph.inserting_before(old.next):
-            if self.call.target is _FORWARD:
-                return {old: add_call(graph, convolutions.CONVOLUTION, args, old)}
-            new = add_call(graph, convolutions.CONVOLUTION_BACKWARD, args, old)
-            items = [copies[user] for user in self.call.users]
-            return {
-                item: add_call(graph, operator.getitem, (new, item.args[1]), item) for item in items
-            }
+def _insert_less(
+    call: fx.Node, how: tuple[int, str], graph: fx.Graph, copies: Mapping[fx.Node, fx.Node]
+) -> StandIns:
+    """The call, so many images at a time, by an algorithm."""
+    old = copies[call]
+    with graph.inserting_before(old.next):
+        if call.target is _FORWARD:
+            return {old: add_call(graph, convolutions.CONVOLUTION, (*old.args, *how), old)}
+        new = add_call(graph, convolutions.CONVOLUTION_BACKWARD, (*old.args, *how), old)
+        items = [copies[user] for user in call.users]
+        return {
+            item: add_call(graph, operator.getitem, (new, item.args[1]), item) for item in items
+        }
 
 
 def _ways(call: fx.Node) -> Iterator[tuple[int, str]]:
@@ -100,9 +93,9 @@ def _find_less(joint: JointGraph) -> Iterator[Site]:
         if node.target not in (_FORWARD, _BACKWARD) or not _is_known(node):
             continue
         for images, algorithm in _ways(node):
-            form = _InLess(node, images, algorithm)
+            insert = partial(_insert_less, node, (images, algorithm))
             name = f"convolution_workspace:{node.name}:{algorithm or f'{images}_images'}"
-            yield Site("convolution_workspace", name, form.insert, spares=node)
+            yield Site("convolution_workspace", name, insert, spares=node)
 
 
 # --- gradients one after the other ---------------------------------------------------------------

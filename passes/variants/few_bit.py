@@ -126,23 +126,6 @@ def _narrowings(
         seen |= waiting
 
 
-def _cuts(
-    factors: tuple[fx.Node, ...], shape: torch.Size
-) -> Iterator[tuple[fx.Node, tuple[fx.Node, ...]]]:
-    """Nodes that all of ``factors`` follow from, nearest first, with what lies between."""
-    inside: dict[fx.Node, None] = {}
-
-    def sources(node: fx.Node) -> list[fx.Node] | None:
-        if not _is_elementwise(node) or (fake(node).dim() and fake(node).shape != shape):
-            return None
-        numbers = [source for source in node.all_input_nodes if _is_number(source)]
-        inside.update(dict.fromkeys((node, *numbers)))
-        return [source for source in node.all_input_nodes if source not in numbers]
-
-    for node in _narrowings(factors, sources):
-        yield node, tuple(sorted(inside))
-
-
 def _is_number(node: fx.Node) -> bool:
     """A tensor of one number that is written in the graph."""
     return _is_elementwise(node) and fake(node).dim() == 0 and not node.all_input_nodes
@@ -177,15 +160,23 @@ def _is_flat_outside(factor: _Factor) -> bool:
 
 def _function(region: _Region, joint: JointGraph) -> _Factor | None:
     """f as a function of the nearest fitting value of the forward; None without one."""
-    shape = fake(region.last).shape
-    for x, inside in _cuts(region.factors, shape):
+    shape, inside = fake(region.last).shape, dict[fx.Node, None]()
+
+    def sources(node: fx.Node) -> list[fx.Node] | None:
+        if not _is_elementwise(node) or (fake(node).dim() and fake(node).shape != shape):
+            return None
+        numbers = [source for source in node.all_input_nodes if _is_number(source)]
+        inside.update(dict.fromkeys((node, *numbers)))
+        return [source for source in node.all_input_nodes if source not in numbers]
+
+    for x in _narrowings(region.factors, sources):
         if fake(x).dtype == torch.bool:  # a mask: `packed_bits` saves it exactly
             return None
         if not made_in_forward(joint, x) or fake(x).shape != shape or not inside:
             continue
         if not is_float(x) or x.target is _PRIMS.convert_element_type.default:
             continue
-        factor = _Factor(x, inside, region)
+        factor = _Factor(x, tuple(sorted(inside)), region)
         with outside_fake_mode():
             if has_order(x) and _is_flat_outside(factor) and _is_linear(factor):
                 return factor

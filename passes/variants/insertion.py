@@ -88,9 +88,6 @@ class InsertedVariant:
     forward_readers: frozenset[fx.Node]
     """Old readers that run in the forward."""
 
-    def replaces(self, reader: fx.Node, old: fx.Node) -> bool:
-        return self.read_by(reader, old) is not old
-
     def read_by(self, reader: fx.Node, source: fx.Node) -> fx.Node:
         """What ``reader`` reads in place of ``source``."""
         new = self.stand_ins.get(source)
@@ -106,7 +103,7 @@ class InsertedVariant:
         """(old node, reader) for all readers that read a stand-in; results of the graph apart."""
         for old in self.stand_ins:
             for reader in old.users:
-                if reader.op != "output" and self.replaces(reader, old):
+                if reader.op != "output" and self.read_by(reader, old) is not old:
                     yield old, reader
 
     def result(self, old: fx.Node, of_forward: bool) -> fx.Node:
@@ -131,9 +128,7 @@ class GraphWithVariants:
 
 
 def find_sites(
-    joint: JointGraph,
-    rules: Sequence[Rule],
-    workspace: Callable[[fx.Node], int] = lambda call: 0,
+    joint: JointGraph, rules: Sequence[Rule], workspace: Callable[[fx.Node], int] = lambda call: 0
 ) -> tuple[Site, ...]:
     """The sites where the rules fit and may matter for the peak; their names are unique.
 
@@ -173,7 +168,16 @@ def insert_all(joint: JointGraph, sites: Iterable[Site]) -> GraphWithVariants:
     inserting = _Inserting(module.graph, copies, role, returned)
     inserted = tuple(map(inserting.insert, sites))
     module.graph.lint()
-    return GraphWithVariants(_copied(joint, module, copies, role), inserted)
+    copied = replace(
+        joint,
+        module=module,
+        role=role,
+        primals=tuple(copies[node] for node in joint.primals),
+        tangents=tuple(copies[node] for node in joint.tangents),
+        results=tuple(copies[r] if isinstance(r, fx.Node) else r for r in joint.results),
+        mutated=frozenset(copies[node] for node in joint.mutated),
+    )
+    return GraphWithVariants(copied, inserted)
 
 
 def take(joint: JointGraph, sites: Sequence[Site]) -> JointGraph:
@@ -207,22 +211,6 @@ def take_with_inserted(
     module = offered.joint.module
     module.recompile()
     return read_joint_graph(module, joint.num_forward_outputs), offered.inserted
-
-
-def _copied(
-    joint: JointGraph, module: fx.GraphModule, copies: Mapping[fx.Node, fx.Node],
-    role: dict[fx.Node, Role],
-) -> JointGraph:  # fmt: skip
-    results = tuple(copies[r] if isinstance(r, fx.Node) else r for r in joint.results)
-    return replace(
-        joint,
-        module=module,
-        role=role,
-        primals=tuple(copies[node] for node in joint.primals),
-        tangents=tuple(copies[node] for node in joint.tangents),
-        results=results,
-        mutated=frozenset(copies[node] for node in joint.mutated),
-    )
 
 
 class _Inserting:

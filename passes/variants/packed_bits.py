@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from math import prod
 
 import torch
@@ -40,7 +39,7 @@ from fxremat.passes.variants.saved_values import (
     laid_out,
     made_in_forward,
     order_of,
-    saved_values,
+    rule_of_form,
 )
 
 _ATEN = torch.ops.aten
@@ -120,12 +119,6 @@ def _through_bits(inserter: Inserter, mask: fx.Node) -> fx.Node:
     return unpack(inserter.late, pack(inserter.early, mask), fake(mask))
 
 
-def find_packed_masks(joint: JointGraph) -> Iterator[Site]:
-    for saved in saved_values(joint, _is_mask):
-        insert = partial(saved.insert, decode=_through_bits)
-        yield Site("packed_masks", f"packed_masks:{saved.value.name}", insert, backward_only=True)
-
-
 # --- masks that only the backward computes -----------------------------------------------
 
 
@@ -191,6 +184,11 @@ def find_sign_masks(joint: JointGraph) -> Iterator[Site]:
 
 
 RULES: tuple[Rule, ...] = (
-    Rule("packed_masks", "masks saved for the backward in one bit an element", find_packed_masks),
+    rule_of_form(
+        "packed_masks",
+        "masks saved for the backward in one bit an element",
+        _through_bits,
+        _is_mask,
+    ),
     Rule("sign_masks", "comparisons of the backward done early, one bit saved", find_sign_masks),
 )

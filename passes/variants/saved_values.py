@@ -16,8 +16,9 @@ in some order of the dimensions, so that a stand-in has the strides of what it s
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ from fxremat.passes.joint_graph import (
 )
 from fxremat.passes.materialisation import is_fusable, materialise
 from fxremat.passes.nodes import Add, add_call, copy_calls, fake
-from fxremat.passes.variants.insertion import StandIns
+from fxremat.passes.variants.insertion import Rule, Site, StandIns
 
 Decode = Callable[["Inserter", fx.Node], fx.Node]
 """Given where to add nodes and the old value, adds encode and decode; returns the decoded."""
@@ -272,6 +273,24 @@ def is_large(node: fx.Node) -> bool:
 
 def saved_values(joint: JointGraph, accepts: Callable[[fx.Node], bool]) -> list[Saved]:
     return _Finder(joint, accepts).collect()
+
+
+def rule_of_form(
+    name: str,
+    line: str,
+    decode: Decode,
+    accepts: Callable[[fx.Node], bool],
+    fits: Callable[[Saved], bool] = lambda saved: True,
+    **kind: bool,
+) -> Rule:
+    """A rule, of this ``kind``, that offers one form of every saved value that it accepts."""
+
+    def find(joint: JointGraph) -> Iterator[Site]:
+        for saved in filter(fits, saved_values(joint, accepts)):
+            insert = partial(saved.insert, decode=decode)
+            yield Site(name, f"{name}:{saved.value.name}", insert, backward_only=True)
+
+    return Rule(name, line, find, **kind)
 
 
 def is_float(node: fx.Node) -> bool:

@@ -164,6 +164,7 @@ def with_values(thing: Any, value: Callable[[int], Any], rows: int) -> Any:
 
 
 def _encoded(thing: Any) -> Any:
+    """An argument, or a part of one that is no list."""
     if isinstance(thing, Ref):
         return {"value": thing.number}
     if isinstance(thing, RowCount):
@@ -172,8 +173,6 @@ def _encoded(thing: Any) -> Any:
         return {"dtype": str(thing).removeprefix("torch.")}
     if isinstance(thing, torch.device):
         return {"device": str(thing)}
-    if isinstance(thing, (list, tuple)):
-        return [_encoded(part) for part in thing]
     if isinstance(thing, (int, float, str, type(None))):
         return thing
     raise TypeError(f"a program cannot hold a {type(thing).__name__}")
@@ -193,8 +192,8 @@ def _decoded(thing: Any) -> Any:
 
 
 def _encoded_instruction(one: Instruction) -> list[Any]:
-    named = {key: _encoded(value) for key, value in one.kwargs.items()}
-    return [one.op, _encoded(one.args), named, one.kind, list(one.row_shape), str(one.dtype)[6:]]
+    args, named = map_aggregate((one.args, dict(one.kwargs)), _encoded)
+    return [one.op, args, named, one.kind, one.row_shape, str(one.dtype).removeprefix("torch.")]
 
 
 def _decoded_instruction(given: list[Any]) -> Instruction:
@@ -218,25 +217,22 @@ def dump(program: Program) -> str:
     return json.dumps(text, separators=(",", ":"))
 
 
-def _decoded_ignored(given: list[Any] | None) -> Ignored | None:
-    if given is None:
-        return None
-    label, number, inputs, results = given
-    return Ignored(label, number, tuple(inputs), tuple(results))
-
-
 @functools.lru_cache(maxsize=512)
 def parse(text: str) -> Program:
     """The program that `dump` wrote."""
     given = json.loads(text)
     num_rows, num_whole = given["inputs"]
+    ignored: Ignored | None = None
+    if "ignored" in given:
+        label, number, inputs, results = given["ignored"]
+        ignored = Ignored(label, number, tuple(inputs), tuple(results))
     return Program(
         num_rows,
         num_whole,
         setup=tuple(_decoded_instruction(one) for one in given["setup"]),
         loop=tuple(_decoded_instruction(one) for one in given["loop"]),
         results=tuple(given["results"]),
-        ignored=_decoded_ignored(given.get("ignored")),
+        ignored=ignored,
     )
 
 

@@ -51,7 +51,7 @@ def ignored_rows(region: Region, others: Set[fx.Node] = frozenset()) -> IgnoredR
         grown = _grown(region, row, others)
         if grown is not None:
             sums = [node for node, kind in grown.kinds.items() if kind == "sum"]
-            if all(map(row.adds_nothing, sums)):
+            if all(is_zero(row.result(node, "sum")) for node in sums):
                 return replace(row, region=grown)
     return None
 
@@ -104,7 +104,12 @@ def _labels(region: Region) -> list[Label]:
                 if source.op == "placeholder" and not is_tangent(source):
                     found[Label(source, known(0, dtype_of(source)).number)] = None
     kept = (label for label in found if label.node not in region.joint.mutated)
-    return [label for label in kept if not _depends(region, label.node)]
+
+    def depends(label: Label) -> bool:
+        sources = computed_from([label.node])
+        return any(one in region.kinds or is_tangent(one) for one in sources)
+
+    return [label for label in kept if not depends(label)]
 
 
 def _is_one_a_row(region: Region, node: fx.Node) -> bool:
@@ -124,11 +129,6 @@ def _source(region: Region, node: fx.Node) -> fx.Node:
             return node
         node = operand.node
     return node
-
-
-def _depends(region: Region, node: fx.Node) -> bool:
-    """Whether a node is computed from what the region computes, or in it."""
-    return any(one in region.kinds or is_tangent(one) for one in computed_from([node]))
 
 
 # --- what follows --------------------------------------------------------------------------------
@@ -164,9 +164,6 @@ class IgnoredRows:
             args = map_aggregate(call.args, argument)
             parts.append(result_of(call.op, args, call.kwargs, call.dtype))
         return parts[-1] if parts else None
-
-    def adds_nothing(self, node: fx.Node) -> bool:
-        return is_zero(self.result(node, "sum"))
 
     def follow(self) -> IgnoredRows:
         """Everything that is known because of the label."""
@@ -300,10 +297,6 @@ def _product(left: Any, right: Any) -> Value:
     return None
 
 
-def _both(left: Any, right: Any) -> Value:
-    return next((one for one in (left, right) if is_zero(one)), None)
-
-
 def _choice(condition: Value, true: Value | Number, false: Value | Number) -> Value:
     if condition is None:
         return _value(true) if _value(true) == _value(false) else None
@@ -316,19 +309,16 @@ def _written(into: Value, _: int, __: Value, source: Any) -> Value:
     return into if into is not None and value is not None and into.number == value.number else None
 
 
-def _added(into: Value, _: int, __: Value, source: Value) -> Value:
-    return into if is_zero(source) else None
-
-
 _RULES: Mapping[str, Callable[..., Value]] = {
     **dict.fromkeys(
         (*map(_name, VIEWS), "clone", "amax", "amin", "mean", "gather"), lambda given, *_: given
     ),
     **dict.fromkeys(("mul", "mm", "bmm"), _product),
-    **dict.fromkeys(("logical_and", "bitwise_and"), _both),
+    **dict.fromkeys(("logical_and", "bitwise_and"),
+        lambda left, right: next(filter(is_zero, (left, right)), None)),
     "where": _choice,
     "scatter": _written,
-    "scatter_add": _added,
+    "scatter_add": lambda into, dim, index, source: into if is_zero(source) else None,
     "full": lambda _, number: Known(number),
     **dict.fromkeys(
         (

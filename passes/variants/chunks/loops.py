@@ -350,8 +350,8 @@ class _Simplifier:
         """The index, inside the row, and the element there: 0 for an index outside."""
         element = int(one_hot.element)
         if element not in self.placed_elements:
-            width = self.width_of(one_hot)
-            inside = self.add("aten.clamp.default", Ref(one_hot.index), 0, width - 1, like=like,
+            (width,) = {self.row_shape(n) for n, p in self.one_hot_rows.items() if p == one_hot}
+            inside = self.add("aten.clamp.default", Ref(one_hot.index), 0, width[0] - 1, like=like,
                               dtype=torch.int64)  # fmt: skip
             same = self.add("aten.eq.Tensor", Ref(inside), Ref(one_hot.index), like=like,
                             dtype=torch.bool)  # fmt: skip
@@ -359,10 +359,6 @@ class _Simplifier:
             kept = self.add("aten.where.self", Ref(same), Ref(element), Ref(zero), like=like)
             self.placed_elements[element] = inside, kept
         return self.placed_elements[element]
-
-    def width_of(self, one_hot: OneHotRow) -> int:
-        (hit,) = {self.row_shape(n) for n, p in self.one_hot_rows.items() if p == one_hot}
-        return hit[0]
 
     def added(self, one: Instruction, left: int, right: int) -> int | None:
         """A point and a row that has all elements."""

@@ -29,24 +29,12 @@ from torch import fx
 
 from fxremat.core.constants import CHUNK_PARTS, TILE_BYTES
 from fxremat.passes.joint_graph import JointGraph, Role
-from fxremat.passes.nodes import (
-    add_call,
-    adder,
-    dtype_of,
-    known_shape,
-    laid_out_like,
-    packet_name,
-)
+from fxremat.passes.nodes import add_call, adder, dtype_of, known_shape, laid_out_like, packet_name
 from fxremat.passes.variants.chunks.early_gradients import Factor, factor
 from fxremat.passes.variants.chunks.ignored_rows import IgnoredRows, ignored_rows
 from fxremat.passes.variants.chunks.loops import Loop, Refused, plan_loops
 from fxremat.passes.variants.chunks.operators import row_shape_of
-from fxremat.passes.variants.chunks.regions import (
-    Region,
-    find_image_regions,
-    find_regions,
-    levels,
-)
+from fxremat.passes.variants.chunks.regions import Region, find_image_regions, find_regions, levels
 from fxremat.passes.variants.insertion import Rule, Site, StandIns
 from fxremat.passes.variants.saved_values import has_order
 from fxremat.runtime.chunks.operator import ROWS
@@ -249,7 +237,7 @@ class _Form:
 _Way = Callable[[Sizes], _Form]
 
 
-def _way(region: Region, ignored: IgnoredRows | None, scale: Factor | None) -> _Way | None:
+def _again(region: Region, ignored: IgnoredRows | None, scale: Factor | None = None) -> _Way | None:
     """The loops of a region, which leave rows out if some are ``ignored``."""
     if not all(map(has_order, region.read_outside())):
         return None
@@ -267,19 +255,15 @@ def _way(region: Region, ignored: IgnoredRows | None, scale: Factor | None) -> _
     return partial(_Form, region, loops, scale=scale)
 
 
-def _again(region: Region, ignored: IgnoredRows | None) -> _Way | None:
-    return _way(region, ignored, None)
-
-
 def _late(region: Region, _: IgnoredRows | None) -> _Way | None:
     half = region.backward_half()
-    return _way(half, None, None) if half.read_outside() else None
+    return _again(half, None) if half.read_outside() else None
 
 
 def _at_once(region: Region, ignored: IgnoredRows | None) -> _Way | None:
     has_backward = any(region.joint.role[n] is Role.BACKWARD for n in region.kinds)
     scale = factor(region) if has_backward else None
-    return None if scale is None else _way(region, ignored, scale)
+    return None if scale is None else _again(region, ignored, scale)
 
 
 def forms(region: Region, others: Set[fx.Node] = frozenset()) -> Iterator[tuple[str, _Form]]:
