@@ -23,7 +23,7 @@ from torch import Tensor
 
 import fxremat
 from fxremat.memory.measured_peak import measure_peak
-from fxremat.runtime.chunks import counted_rows
+from fxremat.runtime.chunks import call as rows_call
 
 from .models import MODELS, build
 from .rows import MIB, format_table
@@ -53,7 +53,7 @@ class Row:
 @contextmanager
 def all_rows_computed() -> Iterator[None]:
     """Inside, no row is left out; the memory taken is the same."""
-    with mock.patch.object(counted_rows, "_places", return_value=None):
+    with mock.patch.object(rows_call, "_places", return_value=None):
         yield
 
 

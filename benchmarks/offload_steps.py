@@ -18,8 +18,7 @@ from fxremat.core.schedule import Kind
 from fxremat.core.timeline import replay
 from fxremat.memory.measured_peak import held_bytes, measure_peak
 from fxremat.report.report import Report
-from fxremat.runtime import CopyRecord
-from fxremat.runtime.copies import cpu_engine
+from fxremat.runtime import CopyRecord, cpu_engine
 
 from .offload_picture import Span, Streams
 from .training import Training

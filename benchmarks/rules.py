@@ -41,7 +41,7 @@ from fxremat.core.schedule import store_all
 from fxremat.core.timeline import replay
 from fxremat.core.variants import take
 from fxremat.cost.device import spec_named
-from fxremat.passes.variants.rule import Rule
+from fxremat.passes.variants.insertion import Rule
 from fxremat.passes.variants.table import RULES
 from fxremat.planner import SolverOptions, solve
 

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxremat.passes.variants.rule import Rule
+from fxremat.passes.variants.insertion import Rule
 
 from .machine import describe_machine
 from .offload_steps import Contestant, compiled

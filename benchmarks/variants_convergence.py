@@ -32,9 +32,8 @@ from fxremat.compile.pipeline import prepare
 from fxremat.passes.joint_graph import JointGraph, Role, is_tensor, root
 from fxremat.passes.nodes import fake
 from fxremat.passes.variants.few_bit import MOST_BITS
-from fxremat.passes.variants.insertion import insert_all, take
+from fxremat.passes.variants.insertion import Rule, Site, insert_all, take
 from fxremat.passes.variants.lossy_saved import ROWS
-from fxremat.passes.variants.rule import Rule, Site
 from fxremat.passes.variants.saved_values import made_in_forward
 from fxremat.passes.variants.table import RULES
 

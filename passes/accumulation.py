@@ -224,10 +224,6 @@ class Gradient(NamedTuple):
     weight: fx.Node
     device: torch.device
 
-    def touching(self) -> tuple[fx.Node, ...]:
-        """The gradient's node, and all that reads the gradient or the weight."""
-        return self.result, *self.result.users, *self.weight.users
-
 
 def host_gradients(joint: JointGraph) -> list[Gradient]:
     """The gradients that a joint graph puts to host memory and only returns."""
@@ -246,9 +242,9 @@ def insert_arrived(gradients: Sequence[Gradient], backward: Sequence[fx.Node]) -
     """Insert a call ``arrived`` for each gradient; ``backward`` are the nodes of that half."""
     position = {node: index for index, node in enumerate(backward)}
     last = {
-        gradient: max(position.get(node, -1) for node in gradient.touching())
-        for gradient in gradients
-        if gradient.result in position
+        one: max(position.get(n, -1) for n in (one.result, *one.result.users, *one.weight.users))
+        for one in gradients
+        if one.result in position
     }
     in_order = sorted(last, key=last.__getitem__)
     if not in_order:

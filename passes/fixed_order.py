@@ -25,6 +25,7 @@ import logging
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from torch import fx
@@ -62,16 +63,13 @@ def results_to_write(graph: fx.Graph) -> list[fx.Node]:
     found = []
     for node in graph.nodes:
         call = node.args[0] if node.target is operator.getitem else node
-        if not is_call(call) or not is_tensor(node) or not is_fusable(call) or is_view(call):
+        is_call = isinstance(call, fx.Node) and call.op == "call_function"
+        if not is_call or not is_tensor(node) or not is_fusable(call) or is_view(call):
             continue
         planned = any(mark in call.name for mark in (WRITTEN, STORED))
         if planned or (FREE in call.name and is_read_as_an_image(node)):
             found.append(node)
     return found
-
-
-def is_call(node: Any) -> bool:
-    return isinstance(node, fx.Node) and node.op == "call_function"
 
 
 def fences(kernels: Sequence[Scheduled]) -> dict[int, list[int]]:
@@ -113,21 +111,18 @@ def fixed_stretches(kernels: Sequence[Scheduled]) -> list[bool]:
         if kernel.is_call:
             marks.append([])
         marks[-1] += [mark for mark in (WRITTEN, FREE) for name in kernel.names if mark in name]
-    fixed, last = [], True
-    for found in marks:
-        last = WRITTEN in found or (last and FREE not in found)
-        fixed.append(last)
-    return fixed
+    fixed = accumulate(
+        marks, lambda last, found: WRITTEN in found or (last and FREE not in found), initial=True
+    )
+    return list(fixed)[1:]
 
 
 def fixed_loops(kernels: Sequence[Scheduled]) -> list[int]:
     """The loops of fixed stretches, as positions in ``kernels``."""
-    fixed, stretch, found = fixed_stretches(kernels), 0, []
-    for position, kernel in enumerate(kernels):
-        stretch += kernel.is_call
-        if kernel.is_loop and fixed[stretch]:
-            found.append(position)
-    return found
+    fixed = fixed_stretches(kernels)
+    stretches = accumulate(kernel.is_call for kernel in kernels)
+    pairs = enumerate(zip(kernels, stretches, strict=True))
+    return [position for position, (kernel, n) in pairs if kernel.is_loop and fixed[n]]
 
 
 def last_of_functions(loops: Sequence[Footprint]) -> set[int]:

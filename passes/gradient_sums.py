@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import count
 from typing import Any
 
 import torch
@@ -61,13 +60,11 @@ def _masked_rows(graph: fx.Graph, into: fx.Node, later: fx.Node) -> fx.Node:
 
 
 def _rows(graph: fx.Graph, into: fx.Node, later: fx.Node) -> fx.Node:
-    _, indices, values, *_ = later.args
-    return add_call(graph, _ATEN.index_put.default, (into, indices, values, True), later)
-
-
-def _embedding(graph: fx.Graph, into: fx.Node, later: fx.Node) -> fx.Node:
-    values, index, *_ = later.args
-    return add_call(graph, _ATEN.index_put.default, (into, [index], values, True), later)
+    if later.target is _ATEN.embedding_dense_backward.default:
+        given: tuple[Any, ...] = [later.args[1]], later.args[0]
+    else:
+        given = later.args[1:3]
+    return add_call(graph, _ATEN.index_put.default, (into, *given, True), later)
 
 
 _MAKERS: dict[Any, Accumulate] = {
@@ -76,7 +73,7 @@ _MAKERS: dict[Any, Accumulate] = {
     _ATEN._unsafe_masked_index_put_accumulate.default: _masked_rows,
     _ATEN.index_put.default: _rows,
     _ATEN._unsafe_index_put.default: _rows,
-    _ATEN.embedding_dense_backward.default: _embedding,
+    _ATEN.embedding_dense_backward.default: _rows,
 }
 _EXTERN = {*_MAKERS, _ATEN.addmm.default, _ATEN.baddbmm.default}
 """Calls whose result always has memory of its own: only onto these is anything added."""
@@ -111,16 +108,13 @@ def _is_sum(node: fx.Node) -> bool:
     return len({(fake(n).shape, fake(n).dtype) for n in nodes}) == 1
 
 
-def _may_join(
-    sum_node: fx.Node, earlier: fx.Node, later: fx.Node, position: dict[fx.Node, int]
-) -> bool:
+def _may_join(sum_node: fx.Node, earlier: fx.Node, later: fx.Node) -> bool:
     """Whether ``later`` may be added onto ``earlier`` where it is computed; both own storage."""
     if earlier is later or earlier.target not in _EXTERN or later.target not in _MAKERS:
         return False
     if later.kwargs or not _starts_at_zero(later) or users_through_views(later) != [sum_node]:
         return False
-    readers = users_through_views(earlier)
-    return all(user is sum_node or position[user] < position[later] for user in readers)
+    return all(user is sum_node or user < later for user in users_through_views(earlier))
 
 
 def _join(graph: fx.Graph, sum_node: fx.Node, earlier: fx.Node, later: fx.Node) -> fx.Node:
@@ -151,20 +145,14 @@ def _erase_unread(graph: fx.Graph, nodes: list[fx.Node]) -> None:
 def accumulate_sums(graph: fx.Graph) -> bool:
     """Rewrite the sums of a joint graph, in place; True if there were any."""
     backward = backward_closure(graph)
-    position = dict(zip(graph.nodes, count()))
     found = False
     for sum_node in list(graph.nodes):
         if sum_node not in backward or not _is_sum(sum_node):
             continue
-        earlier, later = sorted(map(root, sum_node.all_input_nodes), key=position.__getitem__)
-        if not {earlier, later} <= backward or not _may_join(sum_node, earlier, later, position):
-            continue
-        place = position[later]
-        joined = _join(graph, sum_node, earlier, later)
-        backward.add(joined)
-        position[joined] = place
-        position.update((n, place) for n in joined.all_input_nodes if n not in position)
-        found = True
+        earlier, later = sorted(map(root, sum_node.all_input_nodes))
+        if {earlier, later} <= backward and _may_join(sum_node, earlier, later):
+            backward.add(_join(graph, sum_node, earlier, later))
+            found = True
     return found
 
 

@@ -4,7 +4,7 @@
     t = relu(s)                   becomes  t = relu(m)
 
 Inductor writes its loops over what they read for the last time, but gives every library call new
-memory. `runtime.inplace.IN_PLACE` lists the calls with a form that changes their first argument
+memory. `runtime.kernels.IN_PLACE` lists the calls with a form that changes their first argument
 instead. Whoever read the result reads a new view of that storage from then on.
 
 An operand may be written over where
@@ -21,9 +21,8 @@ pairs that hold in the planned graph, where every run of an op is a node of its 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import count
 from typing import Any
 
 from torch import fx
@@ -36,10 +35,10 @@ from fxremat.passes.halves import Rewritten
 from fxremat.passes.joint_graph import JointGraph, Role, computed_from, is_tensor, root
 from fxremat.passes.materialisation import users_through_views
 from fxremat.passes.nodes import covers_storage, fake
-from fxremat.runtime import inplace as runtime
+from fxremat.runtime import kernels
 
 INTO = "_into"
-_OWN_SHAPE = frozenset({runtime.addmm_into, runtime.baddbmm_into})
+_OWN_SHAPE = frozenset({kernels.addmm_into, kernels.baddbmm_into})
 """These take an operand of any shape."""
 _FRESH = frozenset({"aten", "prims", "fxremat_kernels"})
 
@@ -54,14 +53,14 @@ class InPlace:
 
 def operand_of(node: fx.Node) -> fx.Node | None:
     """The owner of the storage that the call could write over, by sizes and dtypes alone."""
-    if node.op != "call_function" or node.target not in runtime.IN_PLACE or node.kwargs:
+    if node.op != "call_function" or node.target not in kernels.IN_PLACE or node.kwargs:
         return None
     given = node.args[0]
     if not isinstance(given, fx.Node) or not is_tensor(given) or not is_tensor(node):
         return None
     owner = root(given)
     alone = all(root(n) is not owner for n in _tensors(node.args[1:]))
-    shaped = owner is given or runtime.IN_PLACE[node.target] in _OWN_SHAPE
+    shaped = owner is given or kernels.IN_PLACE[node.target] in _OWN_SHAPE
     fits = _is_fresh(owner) and covers_storage(given) and _matches(given, node)
     return owner if alone and shaped and fits else None
 
@@ -75,7 +74,7 @@ def _is_fresh(owner: fx.Node) -> bool:
     target = owner.target
     if owner.op != "call_function" or not isinstance(target, OpOverload):
         return False
-    known = target.namespace in _FRESH or target in runtime.IN_PLACE
+    known = target.namespace in _FRESH or target in kernels.IN_PLACE
     return known and is_tensor(owner) and any(map(is_tensor, owner.all_input_nodes))
 
 
@@ -92,8 +91,7 @@ def overwritable(joint: JointGraph) -> dict[fx.Node, fx.Node]:
     It may do so where the plan lets that owner die in the call. Owners that live to the end, and
     those in the other half of the graph, are left out.
     """
-    results = {root(n) for n in (*joint.forward_outputs, *joint.backward_outputs)}
-    found = {}
+    results, found = joint.result_roots(), {}
     for node in joint.module.graph.nodes:
         owner = operand_of(node)
         if owner is None or owner in results or owner in joint.mutated:
@@ -103,41 +101,31 @@ def overwritable(joint: JointGraph) -> dict[fx.Node, fx.Node]:
     return found
 
 
-def _forward_nodes(graph: fx.Graph, ends: Iterable[fx.Node]) -> set[fx.Node]:
-    """What the forward computes: all that its results and what it saves are made of."""
-    return computed_from([*ends, *(n for n in graph.nodes if must_be_in_forward(n))])
-
-
 class _InPlaceWriter:
     """Rewrites a graph of its own; ``kept`` are owners that are saved for the backward."""
 
     def __init__(self, graph: fx.Graph, kept: set[fx.Node], forward: set[fx.Node]) -> None:
         self.graph, self.kept, self.forward = graph, kept, forward
-        self.position = dict(zip(graph.nodes, count()))
         self.pairs: list[tuple[str, str]] = []
         self.replacements: dict[fx.Node, fx.Node] = {}
 
     def may_write(self, node: fx.Node, owner: fx.Node) -> bool:
         if owner in self.kept or (node in self.forward) != (owner in self.forward):
             return False
-        others = (user for user in users_through_views(owner) if user is not node)
-        return all(self.position[user] < self.position[node] for user in others)
+        return all(user is node or user < node for user in users_through_views(owner))
 
     def write(self, node: fx.Node, owner: fx.Node) -> None:
         half = "forward" if node in self.forward else "backward"
         with self.graph.inserting_before(node):
-            call = self.graph.call_function(
-                runtime.IN_PLACE[node.target],  # type: ignore[index]
-                (owner, *node.args[1:]),
-            )
+            target = kernels.IN_PLACE[node.target]  # type: ignore[index]
+            call = self.graph.call_function(target, (owner, *node.args[1:]))
             call.meta = {**node.meta, "partitioner_tag": f"must_be_in_{half}"}
-            call.meta["val"] = None if _gives_nothing(call) else owner.meta["val"]
+            call.meta["val"] = owner.meta["val"] if target._schema.returns else None
             seen = self.same_view(node.args[0], owner)  # type: ignore[arg-type]
         node.replace_all_uses_with(seen)
         name = node.name
         self.pairs.append((name, owner.name))
         self.replacements[node] = seen
-        self.position[call] = self.position[node]
         self.graph.erase_node(node)
         call._rename(name + INTO)
 
@@ -148,14 +136,9 @@ class _InPlaceWriter:
         base = self.same_view(given.all_input_nodes[0], owner)
         new = self.graph.node_copy(given, lambda n: base)
         new.meta = dict(given.meta)
-        self.position[new] = self.position[given]
         if owner in self.forward:
             self.forward.add(new)
         return new
-
-
-def _gives_nothing(call: fx.Node) -> bool:
-    return not call.target._schema.returns  # type: ignore[union-attr]
 
 
 def rewrite(rewritten: Rewritten, num_forward_outputs: int) -> InPlace:
@@ -169,7 +152,8 @@ def rewrite(rewritten: Rewritten, num_forward_outputs: int) -> InPlace:
     results: Sequence[Any] = graph.output_node().args[0]  # type: ignore[assignment]
     saved = [env[n] for n in rewritten.saved]
     ends = [n for n in results[:num_forward_outputs] if isinstance(n, fx.Node)]
-    writer = _InPlaceWriter(graph, set(map(root, saved)), _forward_nodes(graph, [*ends, *saved]))
+    ends += [*saved, *filter(must_be_in_forward, graph.nodes)]
+    writer = _InPlaceWriter(graph, set(map(root, saved)), computed_from(ends))
     for node in list(graph.nodes):
         owner = operand_of(node)
         if owner is not None and writer.may_write(node, owner):
@@ -201,11 +185,8 @@ class WriteInPlace(Pass):
     def ensures(self, module: fx.GraphModule) -> None:
         """No input of the graph is written over."""
         module.graph.lint()
-        for node in _writes(module.graph):
-            over = root(node.all_input_nodes[0])
-            self.demand(over.op == "call_function", f"{node.name} writes over {over.name}")
-
-
-def _writes(graph: fx.Graph) -> list[fx.Node]:
-    calls = set(runtime.IN_PLACE.values())
-    return [n for n in graph.nodes if n.name.endswith(INTO) and n.target in calls]
+        calls = set(kernels.IN_PLACE.values())
+        for node in module.graph.nodes:
+            if node.name.endswith(INTO) and node.target in calls:
+                over = root(node.all_input_nodes[0])
+                self.demand(over.op == "call_function", f"{node.name} writes over {over.name}")

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
@@ -42,6 +42,7 @@ from fxremat.compat.ranks import (
 from fxremat.passes.base import Changed, Pass
 from fxremat.runtime import kernels
 
+T = TypeVar("T")
 IN_FORWARD = "fxremat_in_forward"
 """In the ``meta`` of a node that a variant put into the forward, for the backward to read."""
 
@@ -79,6 +80,10 @@ class JointGraph:
     def backward_outputs(self) -> tuple[fx.Node, ...]:
         """The nodes among the backward's results; inputs without gradient have none."""
         return _nodes(self.results[self.num_forward_outputs :])
+
+    def result_roots(self) -> set[fx.Node]:
+        """Storages that the graph returns: they live to its end anyway."""
+        return set(map(root, _nodes(self.results)))
 
 
 def _nodes(results: tuple[Any, ...]) -> tuple[fx.Node, ...]:
@@ -120,17 +125,12 @@ def is_random(node: fx.Node) -> bool:
     Fused attention is tagged random for its dropout; with probability 0 it draws nothing.
     """
     target = node.target
-    if not isinstance(target, OpOverload):
-        return False
-    if torch.Tag.nondeterministic_seeded not in target.tags:
+    if not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
         return False
     if "scaled_dot_product" not in str(target):
         return True
-    for position, argument in enumerate(target._schema.arguments):
-        if argument.name == "dropout_p":
-            given = node.args[position] if position < len(node.args) else None
-            return node.kwargs.get("dropout_p", given) not in (None, 0, 0.0)
-    return False
+    given = dict(zip((one.name for one in target._schema.arguments), node.args, strict=False))
+    return (given | node.kwargs).get("dropout_p") not in (None, 0, 0.0)
 
 
 def is_repeatable(node: fx.Node, mutated: frozenset[fx.Node]) -> bool:
@@ -150,9 +150,7 @@ def is_repeatable(node: fx.Node, mutated: frozenset[fx.Node]) -> bool:
         return False
     if is_mutating(node) or is_random(node) or is_run_for_effect(node):
         return False
-    if node.meta.get("unbacked_bindings"):
-        return False
-    if must_be_in_forward(node) or _is_told_to_save(node):
+    if node.meta.get("unbacked_bindings") or must_be_in_forward(node) or _is_told_to_save(node):
         return False
     return not any(root(i) in mutated for i in node.all_input_nodes)
 
@@ -163,9 +161,7 @@ _PURE_NAMESPACES = frozenset({"aten", "prims", kernels.NAMESPACE})
 def _is_repeatable_collective(node: fx.Node) -> bool:
     """All ranks run it again, at the same place, for they have one graph and one plan."""
     checkpointed = user_tag(node) in ("MUST_RECOMPUTE", "PREFER_RECOMPUTE")
-    if is_wait(node) or moves_between_ranks(node):
-        return True
-    return sums_over_ranks(node) and checkpointed
+    return is_wait(node) or moves_between_ranks(node) or (sums_over_ranks(node) and checkpointed)
 
 
 def _is_told_to_save(node: fx.Node) -> bool:
@@ -174,15 +170,11 @@ def _is_told_to_save(node: fx.Node) -> bool:
     return bool(told) and not is_view(node)
 
 
-_VIEWS_WITHOUT_ALIAS = frozenset(
-    {
-        torch.ops.aten._unsafe_view.default,
-        torch.ops.aten.reshape.default,
-        torch.ops.aten.lift_fresh_copy.default,
-        torch.ops.aten.unsafe_split.Tensor,
-        torch.ops.aten.unsafe_split_with_sizes.default,
-    }
-)
+_ATEN = torch.ops.aten
+_VIEWS_WITHOUT_ALIAS = frozenset({
+    _ATEN._unsafe_view.default, _ATEN.reshape.default, _ATEN.lift_fresh_copy.default,
+    _ATEN.unsafe_split.Tensor, _ATEN.unsafe_split_with_sizes.default,
+})  # fmt: skip
 
 
 def waits_for(node: fx.Node) -> tuple[fx.Node, ...]:
@@ -204,9 +196,8 @@ def is_mutating(node: fx.Node) -> bool:
 
 def is_fetch(node: fx.Node) -> bool:
     """Whether the node brings a graph input that lives in host memory to the device."""
-    return (
-        str(node.target) == "fxremat.fetch.default" and node.all_input_nodes[0].op == "placeholder"
-    )
+    is_call = str(node.target) == "fxremat.fetch.default"
+    return is_call and node.all_input_nodes[0].op == "placeholder"
 
 
 def is_put(node: fx.Node) -> bool:
@@ -231,11 +222,9 @@ def is_run_for_effect(node: fx.Node) -> bool:
     )
 
 
-def reached(
-    starts: Iterable[fx.Node], onward: Callable[[fx.Node], Iterable[fx.Node]]
-) -> set[fx.Node]:
-    """The nodes that are reached from some, themselves included, step by step."""
-    found: set[fx.Node] = set()
+def reached(starts: Iterable[T], onward: Callable[[T], Iterable[T]]) -> set[T]:
+    """What (nodes, say) is reached from some, themselves included, step by step."""
+    found: set[T] = set()
     stack = list(starts)
     while stack:
         node = stack.pop()
@@ -250,49 +239,23 @@ def computed_from(ends: Iterable[fx.Node]) -> set[fx.Node]:
     return reached(ends, lambda node: node.all_input_nodes)
 
 
-def _forward_closure(
-    outputs: list[fx.Node], graph: fx.Graph, in_backward: set[fx.Node]
-) -> set[fx.Node]:
-    """Nodes that the forward's outputs need, and those that must not leave the forward."""
-    kept = [
-        node
-        for node in graph.nodes
-        if (is_run_for_effect(node) and node not in in_backward)
-        or must_be_in_forward(node)
-        or IN_FORWARD in node.meta
-    ]
-    return computed_from([*outputs, *kept])
-
-
 def backward_closure(graph: fx.Graph) -> set[fx.Node]:
     """Nodes that depend on a tangent, or whose tag puts them into the backward."""
-    reached: set[fx.Node] = set()
-    for node in graph.nodes:
-        if node.op == "output":
-            continue
-        if (
-            is_tangent(node)
-            or must_be_in_backward(node)
-            or any(i in reached for i in node.all_input_nodes)
-        ):
-            reached.add(node)
-    return reached
+    starts = [n for n in graph.nodes if is_tangent(n) or must_be_in_backward(n)]
+    return reached(starts, lambda node: node.users) - {graph.output_node()}
 
 
 def _mutated_inputs(graph: fx.Graph, descriptions: list[Any]) -> set[fx.Node]:
     """Graph inputs whose storage the step writes into, inside the graph or after it."""
-    found = {
+    found: set[fx.Node | None] = {
         root(node.args[0])
         for node in graph.nodes
         if node.op == "call_function" and is_mutating(node) and isinstance(node.args[0], fx.Node)
     }
-    by_target = {n.target: n for n in graph.nodes if n.op == "placeholder"}
-    by_desc = {n.meta.get("desc"): n for n in by_target.values() if n.meta.get("desc") is not None}
-    for description in descriptions:
-        source = mutated_input_of(description)
-        if source is not None and source in by_desc:
-            found.add(by_desc[source])
-    return {node for node in found if node.op == "placeholder"}
+    inputs = {node for node in graph.nodes if node.op == "placeholder"}
+    by_desc = {node.meta["desc"]: node for node in inputs if node.meta.get("desc") is not None}
+    found |= {by_desc.get(mutated_input_of(description)) for description in descriptions}
+    return inputs & found
 
 
 def read_joint_graph(module: fx.GraphModule, num_fwd_outputs: int) -> JointGraph:
@@ -300,10 +263,16 @@ def read_joint_graph(module: fx.GraphModule, num_fwd_outputs: int) -> JointGraph
     output = graph.output_node()
     results = tuple(output.args[0])  # type: ignore[arg-type]
     descriptions = list(output.meta.get("desc") or [])
-    forward = _nodes(results[:num_fwd_outputs])
     in_backward = backward_closure(graph)
-    early = [n for n in forward if n not in in_backward]
-    in_forward = _forward_closure(early, graph, in_backward)
+    early = [n for n in _nodes(results[:num_fwd_outputs]) if n not in in_backward]
+    early += [
+        node
+        for node in graph.nodes
+        if (is_run_for_effect(node) and node not in in_backward)
+        or must_be_in_forward(node)
+        or IN_FORWARD in node.meta
+    ]
+    in_forward = computed_from(early)
     role: dict[fx.Node, Role] = {}
     for node in graph.nodes:
         if node in in_backward:
@@ -314,7 +283,7 @@ def read_joint_graph(module: fx.GraphModule, num_fwd_outputs: int) -> JointGraph
             role[node] = Role.FORWARD
         else:
             role[node] = Role.LAZY
-    placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+    placeholders = list(graph.find_nodes(op="placeholder"))
     return JointGraph(
         module=module,
         role=role,

@@ -11,12 +11,25 @@ result is written if
   stored;
 * another fusion group reads it, unless the backward makes it of less, in few ops;
 * two loops of its group read it that cannot be fused, and it is dear
-  (`fxremat.passes.reused_in_loops`);
+  (see below);
 * the backward reads it, and it is narrower than what it was computed from, as a mask is. Any other
   elementwise result is computed again inside the loop of the backward that needs it.
 
 A *fusion group* is what lies between two extern kernels: elementwise ops and reductions that hang
 together and have equally many extern kernels before them on the longest path.
+
+**Kept between two loops.** A loop that needs the result of a reduction can only follow it. Where
+both read an elementwise result, it is computed twice, or written by the first of them. Inductor
+writes it if several nodes read it and it is dear: it takes more than a few reads, or, on the CPU, a
+heavy function::
+
+    sigmoid_grad   = f(x, grad, ...)                         6 reads
+    sum_1          = sum(sigmoid_grad, [2, 3])               the first loop
+    sum_2          = sum(sum_1.view(groups), -1)             sums of sums: nothing can follow it
+    grad_x         = sigmoid_grad * a - sum_2 * b            the second loop
+
+A reduction over the last dimensions can share its outer loop with what follows, as in a softmax
+or a layer norm: there, nothing is written.
 
 The rule is a prediction; what Inductor really does is compared with it after lowering.
 """
@@ -24,7 +37,7 @@ The rule is a prediction; what Inductor really does is compared with it after lo
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from math import prod
@@ -47,7 +60,6 @@ from fxremat.passes.joint_graph import (
     waits_for,
 )
 from fxremat.passes.nodes import packet_of
-from fxremat.passes.reused_in_loops import ReusedInLoops
 
 _ATEN = torch.ops.aten
 _PRIMS = torch.ops.prims
@@ -219,11 +231,8 @@ def _bounds(tensor: torch.Tensor) -> list[int]:
 
 def _narrower_than_inputs(node: fx.Node) -> bool:
     val = node.meta["val"]
-    widths = [
-        i.meta["val"].dtype.itemsize
-        for i in node.all_input_nodes
-        if is_tensor(i) and _bounds(i.meta["val"]) == _bounds(val)
-    ]
+    read = [i.meta["val"] for i in node.all_input_nodes if is_tensor(i)]
+    widths = [one.dtype.itemsize for one in read if _bounds(one) == _bounds(val)]
     return bool(widths) and val.dtype.itemsize < min(widths)
 
 
@@ -240,7 +249,8 @@ def _inlinable(node: fx.Node, written: Collection[fx.Node]) -> set[fx.Node]:
         inside.add(one)
         ops += not is_view(one)
         for source in one.all_input_nodes:
-            if is_tensor(source) and (is_view(source) or _is_made(source, written)):
+            is_made = source.op == "call_function" and source not in written  # by the loop itself
+            if is_tensor(source) and (is_view(source) or is_made):
                 stack.append(source)
             elif is_tensor(source):
                 sources.add(source)
@@ -248,27 +258,26 @@ def _inlinable(node: fx.Node, written: Collection[fx.Node]) -> set[fx.Node]:
     return inside if is_small else set()
 
 
-def _is_made(node: fx.Node, written: Collection[fx.Node]) -> bool:
-    """Whether a loop that reads the node makes it."""
-    return node.op == "call_function" and node not in written
+def _numel(node: fx.Node) -> int:
+    """Elements of a tensor; 0 for a call with several results."""
+    return prod(_bounds(node.meta["val"])) if is_tensor(node) else 0
 
 
 def _nbytes(node: fx.Node) -> int:
-    tensor: torch.Tensor = node.meta["val"]
-    return prod(_bounds(tensor)) * tensor.dtype.itemsize
+    return _numel(node) * int(node.meta["val"].dtype.itemsize)
 
 
 def _is_written(
     node: fx.Node, users: Iterable[fx.Node], groups: _Groups | None, result: Materialisation
 ) -> bool:
     joint = result.joint
+    role, is_read_apart = joint.role[node], False
     if not is_fusable(node) or is_reduction(node) or packet_of(node) in CONCATENATIONS:
         return True
-    if STORED in node.name:
+    if STORED in node.name or (
+        role is not Role.BACKWARD and not is_repeatable(node, joint.mutated)
+    ):
         return True
-    if joint.role[node] is not Role.BACKWARD and not is_repeatable(node, joint.mutated):
-        return True
-    role, is_read_apart = joint.role[node], False
     for user in users:
         if user.op == "output":
             return True
@@ -278,11 +287,7 @@ def _is_written(
             continue
         if not is_fusable(user) or packet_of(user) in NEEDS_REALIZED_INPUTS:
             return True
-        if (
-            role is not Role.LAZY
-            and groups is not None
-            and groups.find(user) is not groups.find(node)
-        ):
+        if role is not Role.LAZY and groups and groups.find(user) is not groups.find(node):
             is_read_apart = True
     is_late = is_read_apart and role is Role.BACKWARD
     inlined_nodes = _inlinable(node, result.written) if is_late else set()
@@ -293,16 +298,11 @@ def _is_written(
 def _is_only_converted(
     node: fx.Node, users: Collection[fx.Node], written: set[fx.Node], joint: JointGraph
 ) -> bool:
-    return (
-        is_reduction(node)
-        and len(users) == 1
-        and all(
-            user.target is _PRIMS.convert_element_type.default
-            and user in written
-            and joint.role[user] is joint.role[node]
-            for user in users
-        )
-    )
+    (user,) = users if len(users) == 1 else (None,)
+    if user is None or not is_reduction(node) or user not in written:
+        return False
+    converts = user.target is _PRIMS.convert_element_type.default
+    return converts and joint.role[user] is joint.role[node]
 
 
 def _is_constant(node: fx.Node, joint: JointGraph) -> bool:
@@ -341,25 +341,139 @@ def materialise(
         if not _is_call(node) or waits_for(node):
             continue
         if node.target is operator.getitem:
-            if is_tensor(node) and not waits_for(node.all_input_nodes[0]):
-                result.written.add(node)
-        elif is_multi_output(node):
-            continue
-        elif not fused or _is_written(
-            node, users_of(node), groups if node not in variant_nodes else None, result
-        ):
+            is_written = is_tensor(node) and not waits_for(node.all_input_nodes[0])
+        else:
+            known = groups if node not in variant_nodes else None
+            is_written = not is_multi_output(node) and (
+                not fused or _is_written(node, users_of(node), known, result)
+            )
+        if is_written:
             result.written.add(node)
     if fused:
         group_of = {node: groups.find(node) for node in groups.parent}
-        reused = ReusedInLoops(base, result.written, group_of, is_reduction)
+        reused = _ReusedInLoops(base, result.written, group_of)
         result.written |= reused.find()
-    for node in nodes:
-        if not fused or node not in result.written:
-            continue
-        users = list(users_of(node))
-        is_read_in_loops = all(is_fusable(u) and u.op != "output" for u in users)
-        if (_is_constant(node, joint) and is_read_in_loops) or _is_only_converted(
-            node, users, result.written, joint
-        ):
+    for node in nodes if fused else ():
+        users = list(users_of(node)) if node in result.written else []
+        in_loops = all(is_fusable(u) and u.op != "output" for u in users)
+        is_constant = in_loops and node in result.written and _is_constant(node, joint)
+        if is_constant or _is_only_converted(node, users, result.written, joint):
             result.written.discard(node)
     return result
+
+
+# --- kept between two loops -------------------------------------------------------------------
+
+
+HEAVY = frozenset(
+    {_ATEN.exp, _ATEN.log, _ATEN.log10, _ATEN.log1p, _ATEN.log2, _ATEN.sigmoid, _ATEN.tanh}
+)
+"""What Inductor does not compute twice on the CPU."""
+MOST_READS = 4
+"""What Inductor reads again rather than write a result (``realize_reads_threshold``)."""
+
+
+@dataclass(frozen=True)
+class _Inlined:
+    """What a loop does that computes a result: what it reads, and whether it is heavy."""
+
+    reads: frozenset[fx.Node] = frozenset()
+    heavy: bool = False
+
+    def is_dear(self, node: fx.Node) -> bool:
+        """Whether Inductor writes such a result where several nodes read it."""
+        on_cpu = node.meta["val"].device.type == "cpu"
+        return len(node.users) > 1 and ((self.heavy and on_cpu) or len(self.reads) > MOST_READS)
+
+
+@dataclass
+class _ReusedInLoops:
+    """The rule for what is kept; ``group_of`` is the fusion group of each node of a loop.
+
+    ``written`` is what is written anyhow.
+    """
+
+    nodes: Sequence[fx.Node]
+    written: Collection[fx.Node]
+    group_of: Mapping[fx.Node, fx.Node]
+    inlined: dict[fx.Node, _Inlined] = field(default_factory=dict)
+    stage: dict[fx.Node, int] = field(default_factory=dict)
+    """How many reductions, that nothing can share a loop with, come before a node in its group."""
+    widest: dict[fx.Node, int] = field(default_factory=dict)
+    """The most elements of what a node is computed from in its group."""
+
+    def find(self) -> set[fx.Node]:
+        for node in self.nodes:
+            if self._is_in_loop(node):
+                self._read(node)
+        kept = set[fx.Node]()
+        stages: dict[fx.Node, set[int]] = {}
+        for node in reversed(self.nodes):
+            if not self._is_in_loop(node):
+                continue
+            stages[node] = self._stages_of_users(node, stages, kept)
+            dear = node in self.inlined and self.inlined[node].is_dear(node)
+            if dear and len(stages[node]) > 1:
+                kept.add(node)
+        return kept
+
+    def _is_in_loop(self, node: fx.Node) -> bool:
+        return node.op == "call_function" and node in self.group_of
+
+    def _made_in(self, node: fx.Node) -> Iterator[fx.Node]:
+        """What a loop reads to compute the node; where it reads a view, what that is of."""
+        for source in node.all_input_nodes:
+            yield from self._made_in(source) if is_view(source) else (source,)
+
+    def _read(self, node: fx.Node) -> None:
+        reads, heavy = set[fx.Node](), packet_of(node) in HEAVY
+        stage, widest = 0, _numel(node)
+        for source in self._made_in(node):
+            if not is_tensor(source):
+                continue
+            loop = source.all_input_nodes[0] if source.target is operator.getitem else source
+            if self.group_of.get(loop) == self.group_of[node] and loop in self.stage:
+                stage = max(stage, self.stage[loop] + self._parts(loop))
+                widest = max(widest, self.widest[loop])
+            known = self.inlined.get(source)
+            if known is None or source in self.written:
+                reads.add(source)
+            else:
+                reads |= known.reads
+                heavy = heavy or known.heavy
+        self.stage[node], self.widest[node] = stage, widest
+        if not is_reduction(node):
+            self.inlined[node] = _Inlined(frozenset(reads), heavy)
+
+    def _parts(self, node: fx.Node) -> bool:
+        """Whether what reads the node cannot be in the loop that computes it."""
+        source = next(filter(is_tensor, node.all_input_nodes), None)
+        if source is None or not is_reduction(node):
+            return False
+        shape = _bounds(source.meta["val"])
+        of_sums = prod(shape) < self.widest[node]
+        return of_sums or not _is_of_last_dimensions(node, shape)
+
+    def _stages_of_users(
+        self, node: fx.Node, stages: Mapping[fx.Node, set[int]], kept: Collection[fx.Node]
+    ) -> set[int]:
+        found = set[int]()
+        for user in users_through_views(node):
+            if self.group_of.get(user) != self.group_of[node]:
+                continue
+            if user in self.written or user in kept or is_reduction(user):
+                found.add(self.stage[user])
+            else:
+                found |= stages.get(user, set())
+        return found
+
+
+def _is_of_last_dimensions(node: fx.Node, shape: list[int]) -> bool:
+    """Whether a reduction leaves rows: what is reduced comes last, and there is more than one."""
+    given: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+    if given is None or given == []:
+        return False
+    dims = {d % len(shape) for d in (given if isinstance(given, (list, tuple)) else [given])}
+    last = [d for d in range(len(shape)) if shape[d] > 1 or d in dims][-len(dims) :]
+    rows = prod(size for d, size in enumerate(shape) if d not in dims)
+    return set(last) == dims and rows > 1

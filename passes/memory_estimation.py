@@ -19,7 +19,7 @@ backward adds to a ``grad`` end there (`fxremat.passes.accumulation`).
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -42,6 +42,7 @@ from fxremat.passes.joint_graph import (
     is_run_for_effect,
     is_tensor,
     is_view,
+    reached,
     root,
     waits_for,
 )
@@ -121,7 +122,6 @@ class _Builder:
         self.timer, self.device = timer, device
         self.inserted, self.overwritable = inserted, overwritable
         self.workspace = workspace
-        self.position = {n: i for i, n in enumerate(joint.module.graph.nodes)}
         self.bytes: dict[str, int] = {}
         self.slices: dict[str, RecomputeSlice] = {}
         self.ops: dict[str, Op] = {}
@@ -132,11 +132,8 @@ class _Builder:
     def size(self, node: fx.Node) -> int:
         """Bytes of a value on the budget's device; elsewhere it costs nothing here."""
         tensor = node.meta["val"]
-        if tensor.device.type != self.device or is_mutating(node):  # written into an input
-            return 0
-        if is_put(node) or lives_on_host(node):
-            return 0
-        return nbytes(tensor)
+        is_elsewhere = tensor.device.type != self.device or is_put(node) or lives_on_host(node)
+        return 0 if is_elsewhere or is_mutating(node) else nbytes(tensor)  # written into an input
 
     def slice_of(
         self, sinks: Sequence[fx.Node], variant: InsertedVariant | None = None
@@ -145,39 +142,33 @@ class _Builder:
 
         With ``variant``, its stand-ins are read in place of the old nodes.
         """
-        inside, reads = set(), set()
-        stack = list(sinks)
-        while stack:
-            node = stack.pop()
-            if node in inside:
-                continue
-            inside.add(node)
+        reads = set[fx.Node]()
+
+        def made_of(node: fx.Node) -> Iterator[fx.Node]:
             for source in node.all_input_nodes:
                 if variant is not None:
                     source = variant.read_by(node, source)
+                # numbers computed on the host run once, in the forward; they take no device bytes
+                on_host = is_scalar(source) and not is_mutating(source)
                 if self.materialisation.is_value(source) and source not in sinks:
                     reads.add(source)
-                elif source.op == "call_function" and not self.is_host(source):
-                    stack.append(source)
-        return inside, reads
+                elif source.op == "call_function" and not on_host:
+                    yield source
 
-    def is_host(self, node: fx.Node) -> bool:
-        """Numbers computed on the host run once, in the forward; they take no device bytes."""
-        return is_scalar(node) and not is_mutating(node)
+        return reached(sinks, made_of), reads
 
     def add_op(
         self, sinks: list[fx.Node], values: list[fx.Node], variant: InsertedVariant | None = None
     ) -> Op:
         inside, reads = self.slice_of(sinks, variant)
-        nodes = tuple(sorted(inside, key=self.position.__getitem__))
-        read = sorted(reads, key=self.position.__getitem__)
+        nodes, read = tuple(sorted(inside)), sorted(reads)
         sizes = {n.name: self.size(n) for n in (*read, *values)}
         self.bytes.update(sizes)
         name = sinks[0].name
         self.slices[name] = RecomputeSlice(nodes, tuple(values), frozenset(sinks))
         role = self.joint.role[sinks[0]]
         phase: Phase = "forward" if role is Role.FORWARD else "backward"
-        op = self.ops[name] = Op(
+        self.ops[name] = Op(
             name=name,
             reads=tuple(n.name for n in read),
             writes=tuple(v.name for v in values),
@@ -188,7 +179,7 @@ class _Builder:
             and all(is_repeatable(n, self.joint.mutated) for n in nodes),
             inplace=self.inplace(sinks, nodes, reads, values),
         )
-        return op
+        return self.ops[name]
 
     def scratch(self, sink: fx.Node) -> int:
         """What the library allocates inside the call; a generated loop allocates nothing."""
@@ -234,7 +225,7 @@ class _Builder:
         in_forward = self.joint.role[value] is Role.FORWARD
         return tuple(
             (source.name, value.name)
-            for source in sorted(sources, key=self.position.__getitem__)
+            for source in sorted(sources)
             if source.op == "call_function"
             and not is_scattering(source)  # Inductor has no loop write over what it mutated
             # What the forward saved comes in as an input, which is never written over.
@@ -252,8 +243,7 @@ class _Builder:
         if not is_put(node) or any(user.op != "output" for user in node.users):
             return False
         value = root(node.all_input_nodes[0])
-        results = map(root, (r for r in self.joint.results if isinstance(r, fx.Node)))
-        known = value.name in self.put_nodes or value in results
+        known = value.name in self.put_nodes or value in self.joint.result_roots()
         return value in self.materialisation.written and not is_fetch(value) and not known
 
     def move(self, node: fx.Node) -> None:
@@ -269,9 +259,7 @@ class _Builder:
         """Every op of the graph without variants, in joint order."""
         variant_nodes = {node for variant in self.inserted for node in variant.nodes}
         for node in self.joint.module.graph.nodes:
-            if node.op != "call_function" or node.target is operator.getitem or is_view(node):
-                continue
-            if node in variant_nodes:
+            if node in variant_nodes or not _makes_op(node):
                 continue
             if is_fetch(node) or self.leaves(node):
                 self.move(node)
@@ -322,16 +310,14 @@ class _Builder:
             if any(root(old).name in self.put_nodes for old in variant.stand_ins):
                 continue  # it leaves for the host, and no variant says so
             made = [self.op_of(n, variant) for n in variant.nodes if _makes_op(n)]
-            touched = {
-                name for _, reader in variant.redirected() for name in ops_of.get(reader, ())
-            }
+            readers = (reader for _, reader in variant.redirected())
+            touched = {name for reader in readers for name in ops_of.get(reader, ())}
             changed = sorted(touched, key=order.__getitem__)
-            changes = [self.change(base[name], variant) for name in changed]
+            changes = tuple(filter(None, (self.change(base[n], variant) for n in changed)))
             replaced = self.replaced_outputs(variant, outputs)
-            changes = [change for change in changes if change is not None]
             if changes or replaced:
                 ops = tuple(op for op in made if op is not None)
-                found.append(Variant(variant.name, ops, tuple(filter(None, changes)), replaced))
+                found.append(Variant(variant.name, ops, changes, replaced))
         return tuple(found)
 
     def replaced_outputs(
@@ -350,11 +336,9 @@ class _Builder:
         """What the op reads and takes in the variant; None where that is the same."""
         old = self.slices[op.name]
         inside, reads = self.slice_of(tuple(old.sinks), variant)
-        names = {node.name for node in reads}
-        before = set(op.reads)
+        names, before = {node.name for node in reads}, set(op.reads)
         if names == before and inside == {*old.nodes}:
             return None
-        nodes = tuple(sorted(inside, key=self.position.__getitem__))
         traffic = sum(self.size(node) for node in (*reads, *old.values))
         is_loop = self.materialisation.fused and len(old.values) == 1
         is_loop = is_loop and all(map(is_fusable, old.sinks))
@@ -364,7 +348,7 @@ class _Builder:
             inplace=self.pairs(new, old.values[0]) if new else (),
             drops=tuple(name for name in op.reads if name not in names),
             adds=tuple(sorted(names - before)),
-            time_us=self.timer(nodes, traffic) - op.time_us,
+            time_us=self.timer(tuple(sorted(inside)), traffic) - op.time_us,
         )
 
 
@@ -382,35 +366,21 @@ def _base_order(ops: dict[str, Op]) -> list[Op]:
     """Joint order, with lazy ops right before the first op that reads what they write."""
     writer = {value: op for op in ops.values() for value in op.writes}
     lazy = {op.name for op in ops.values() if op.phase == "backward" and op.repeatable}
-    order: list[Op] = []
-    placed: set[str] = set()
-
-    def place(op: Op) -> None:
+    order: dict[str, Op] = {}
+    early = [op for op in ops.values() if op.phase == "forward"]
+    late = [op for op in ops.values() if op.phase == "backward" and op.name not in lazy]
+    for op in (*early, *late):
         stack = [(op, iter(op.reads))]
         while stack:
             current, reads = stack[-1]
             sources = (writer[value] for value in reads if value in writer)
-            waiting = (s for s in sources if s.name in lazy and s.name not in placed)
+            waiting = (s for s in sources if s.name in lazy and s.name not in order)
             source = next(waiting, None)
             if source is not None:
                 stack.append((source, iter(source.reads)))
-                continue
-            stack.pop()
-            placed.add(current.name)
-            order.append(current)
-
-    for op in ops.values():
-        if op.phase == "forward":
-            place(op)
-    for op in ops.values():
-        if op.phase == "backward" and op.name not in lazy:
-            place(op)
-    order.extend(op for op in ops.values() if op.name not in placed)
-    return order
-
-
-def _distinct(names: list[str]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(names))
+            else:
+                order[stack.pop()[0].name] = current
+    return list((order | ops).values())
 
 
 def estimate(
@@ -449,7 +419,7 @@ def estimate(
         *(n for n in joint.backward_outputs if is_accumulated(joint, n)),
     }
     kept = [root(n) for n in (*joint.forward_outputs, *joint.backward_outputs) if n not in leaving]
-    outputs = _distinct([n.name for n in kept if materialisation.is_value(n)])
+    outputs = list(dict.fromkeys(n.name for n in kept if materialisation.is_value(n)))
     host = (*builder.fetch_sources, *builder.put_nodes)
     variants = builder.variants(outputs)
     problem = Problem(
@@ -457,7 +427,7 @@ def estimate(
         values=tuple(Value(key, size) for key, size in builder.bytes.items()),
         ops=tuple(order),
         resident=tuple(n.name for n in primals),
-        outputs=_distinct([*outputs, *(n.name for n in tangents)]),
+        outputs=tuple(dict.fromkeys([*outputs, *(n.name for n in tangents)])),
         host=host,
         copies=Copies(0.0, 0.0, only_host=True) if host else None,
         variants=variants,

@@ -92,6 +92,13 @@ def adder(graph: fx.Graph, like: fx.Node) -> Add:
     return add
 
 
+def copy_calls(add: Add, nodes: Iterable[fx.Node], new: dict[fx.Node, fx.Node]) -> None:
+    """Calls like those of ``nodes`` that read what is ``new`` in place of the old, and join it."""
+    for old in nodes:
+        args, kwargs = fx.map_arg((old.args, old.kwargs), lambda n: new.get(n, n))
+        new[old] = add(old.target, *args, **kwargs)
+
+
 def laid_out_like(old: fx.Node, new: fx.Node, add: Add) -> fx.Node:
     """``new``, or a copy of it whose dimensions lie in memory in the order of those of ``old``."""
     if _strides(new) == _strides(old):
@@ -108,12 +115,6 @@ def _strides(node: fx.Node) -> list[int]:
     """Those that matter: a dimension of one element may have any."""
     tensor = fake(node)
     return [step for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1]
-
-
-def last_of(nodes: Iterable[fx.Node], graph: fx.Graph) -> fx.Node:
-    wanted = set(nodes)
-    found: fx.Node = next(node for node in reversed(graph.nodes) if node in wanted)
-    return found
 
 
 class Ancestry:

@@ -39,7 +39,7 @@ from fxremat.core.schedule import Move, Step
 from fxremat.passes.accumulation import host_gradients, insert_arrived, name_later_reads
 from fxremat.passes.base import Changed, Pass
 from fxremat.passes.halves import FREE, INLINED, RECOMPUTED, WRITTEN, Rewritten
-from fxremat.passes.joint_graph import Role, is_repeatable, is_tensor, is_view, root
+from fxremat.passes.joint_graph import Role, is_repeatable, is_tensor, is_view
 from fxremat.passes.materialisation import is_fusable, is_reduction
 from fxremat.passes.memory_estimation import TANGENTS, Estimate, RecomputeSlice, nbytes
 from fxremat.passes.offload import Mover
@@ -64,13 +64,16 @@ class _PlanWriter:
 
     def __post_init__(self) -> None:
         self.joint = self.estimate.joint
+        self.results = self.joint.result_roots()
         self.mover = Mover(self.graph)
         self.last_put: str | None = None  # the last value that was put to the host as a result
 
     def copy(self, node: fx.Node, lookup: Lookup, suffix: str = "") -> fx.Node:
         new = self.graph.node_copy(node, lookup)
         new.meta = dict(node.meta)
-        if self.runs_once(node):  # torch repeats impure calls in the other half if it can
+        is_call = node.op == "call_function" and not is_view(node)
+        if is_call and not is_repeatable(node, self.joint.mutated):
+            # torch repeats impure calls in the other half if it can
             half = "forward" if self.joint.role[node] is Role.FORWARD else "backward"
             new.meta["partitioner_tag"] = f"must_be_in_{half}"
         elif is_wait(node):
@@ -79,10 +82,6 @@ class _PlanWriter:
             new._rename(node.name + suffix)
             new.meta.pop("recompute", None)
         return new
-
-    def runs_once(self, node: fx.Node) -> bool:
-        call = node.op == "call_function" and not is_view(node)
-        return call and not is_repeatable(node, self.joint.mutated)
 
     def resolve(self, node: fx.Node) -> fx.Node:
         """The latest copy of ``node``; what belongs to no op is copied when it is first needed."""
@@ -116,12 +115,9 @@ class _PlanWriter:
             if in_backward and not shared and node not in op.sinks:
                 private[node] = self.inline(node, private)
             elif node not in self.env:
-                marked = in_backward and self.is_loop_value(node, op)
+                marked = in_backward and node in op.values and self.is_loop(node)
                 mark = self.mark if marked else ""
                 self.env[node] = self.copy(node, self.lookup_in(private), mark)
-
-    def is_loop_value(self, node: fx.Node, op: RecomputeSlice) -> bool:
-        return self.is_loop(node) and node in op.values
 
     def is_loop(self, node: fx.Node) -> bool:
         return is_fusable(node) and is_repeatable(node, self.joint.mutated)
@@ -138,8 +134,7 @@ class _PlanWriter:
                 private[node] = self.copy(node, self.lookup_in(private), suffix)
             else:
                 private[node] = self.inline(node, private)
-        results = set(map(root, (*self.joint.forward_outputs, *self.joint.backward_outputs)))
-        self.env.update((v, private[v]) for v in op.values if v not in results)
+        self.env.update((v, private[v]) for v in op.values if v not in self.results)
 
     def move(self, move: Move) -> None:
         """Start a transfer or wait for one; what has arrived takes the value's place."""
@@ -168,11 +163,6 @@ class _PlanWriter:
             if one.result in self.env
         ]
         insert_arrived(found, backward)
-
-
-def boundary(steps: Sequence[Step]) -> int:
-    """The step at which the backward begins: the arrival of the tangents."""
-    return steps.index(TANGENTS)
 
 
 def _read_across(
@@ -218,7 +208,7 @@ def apply_plan(
     def results(part: Sequence[Any]) -> list[Any]:
         return [writer.resolve(n) if isinstance(n, fx.Node) else n for n in part]
 
-    split, count = boundary(steps), joint.num_forward_outputs
+    split, count = steps.index(TANGENTS), joint.num_forward_outputs
     run(0, steps[:split], in_backward=False)
     late = {i for i, n in enumerate(joint.results[:count])
             if isinstance(n, fx.Node) and joint.role[n] is Role.BACKWARD}  # fmt: skip
@@ -297,10 +287,8 @@ def _is_statistic(node: fx.Node) -> bool:
     call = node.args[0] if node.target is operator.getitem else node
     if not isinstance(call, fx.Node) or not is_tensor(node) or not is_reduction(call):
         return False
-    read = max(
-        (nbytes(one.meta["val"]) for one in call.all_input_nodes if is_tensor(one)), default=0
-    )
-    return nbytes(node.meta["val"]) <= NEGLIGIBLE_PART * read
+    read = [nbytes(one.meta["val"]) for one in call.all_input_nodes if is_tensor(one)]
+    return nbytes(node.meta["val"]) <= NEGLIGIBLE_PART * max(read, default=0)
 
 
 def _read_at_the_end(

@@ -28,6 +28,7 @@ from fxremat.passes.joint_graph import (
     is_mutating,
     is_repeatable,
     is_view,
+    reached,
     read_joint_graph,
     root,
 )
@@ -47,31 +48,24 @@ def _tagged_behind(
     reader: fx.Node, joint: JointGraph, copied: dict[fx.Node, fx.Node]
 ) -> list[fx.Node]:
     """The tagged nodes, not ``copied`` yet, that ``reader`` reads, straight or through others."""
-    found: dict[fx.Node, None] = {}
-    stack = list(reader.all_input_nodes)
-    while stack:
-        node = stack.pop()
-        if node not in copied and node not in found and _must_recompute(node, joint):
-            found[node] = None
-            stack.extend(node.all_input_nodes)
-    return list(found)
+
+    def tagged(node: fx.Node) -> list[fx.Node]:
+        read = node.all_input_nodes
+        return [n for n in read if n not in copied and _must_recompute(n, joint)]
+
+    return sorted(reached(tagged(reader), tagged))
 
 
 def obey_must_recompute(joint: JointGraph) -> bool:
     """Give the backward its own copies of nodes tagged MUST_RECOMPUTE; True if there are any."""
     graph = joint.module.graph
-    position = {node: index for index, node in enumerate(graph.nodes)}
     copies: dict[fx.Node, fx.Node] = {}
-
-    def copy_of(node: fx.Node) -> fx.Node:
-        return copies.get(node, node)
-
     for reader in list(graph.nodes):
         if joint.role[reader] is Role.FORWARD or reader.op == "output":
             continue
-        for node in sorted(_tagged_behind(reader, joint, copies), key=position.__getitem__):
+        for node in _tagged_behind(reader, joint, copies):
             with graph.inserting_before(reader):
-                copies[node] = graph.node_copy(node, copy_of)
+                copies[node] = graph.node_copy(node, lambda n: copies.get(n, n))
             copies[node]._rename(node.name + RECOMPUTED)
             copies[node].meta = {k: v for k, v in node.meta.items() if k != "recompute"}
         for source in reader.all_input_nodes:

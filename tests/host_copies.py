@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from fxremat import runtime
-from fxremat.runtime import host_memory
-from fxremat.runtime.copies import cpu_engine, cuda_engine, operators
-from fxremat.runtime.copies.operators import to_device, to_host, wait_device, wait_host
+from fxremat.runtime import copies, cpu_engine, cuda_engine, host_memory
+from fxremat.runtime.copies import to_device, to_host, wait_device, wait_host
 from fxremat.runtime.copy_trace import CopyRecord
 
 CPU = torch.device("cpu")
@@ -46,7 +45,7 @@ LAYOUTS: dict[str, torch.Tensor] = {
 def nothing_held(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No test leaves host memory held by copies, and none counts what others left."""
     own = host_memory.HostMemory()
-    for module in (host_memory, cpu_engine, cuda_engine, operators):
+    for module in (host_memory, cpu_engine, cuda_engine, copies):
         monkeypatch.setattr(module, "HOST_MEMORY", own)
     yield
     if runtime.host_bytes().now_bytes:

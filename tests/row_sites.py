@@ -19,8 +19,7 @@ from fxremat.compat.joint_graph import torch_partition
 from fxremat.compile.pipeline import prepare
 from fxremat.passes.joint_graph import JointGraph
 from fxremat.passes.variants.chunks.rules import RULES
-from fxremat.passes.variants.insertion import take
-from fxremat.passes.variants.rule import Rule, Site
+from fxremat.passes.variants.insertion import Rule, Site, take
 from fxremat.runtime.chunks.operator import ROWS
 from tests.graphs import Observed, train
 from tests.variants import assert_alike, sites

@@ -12,7 +12,7 @@ from torch import fx, nn
 
 from fxremat.memory.measured_peak import measure_peak
 from fxremat.passes.variants.chunks.rules import CHUNKED_LOSS, CHUNKED_MLP, RULES
-from fxremat.passes.variants.rule import Rule
+from fxremat.passes.variants.insertion import Rule
 from fxremat.runtime import kernels
 from fxremat.runtime.chunks.operator import ROWS
 from tests.conftest import Golden

@@ -18,7 +18,7 @@ from fxremat.passes.joint_graph import JointGraph
 from fxremat.passes.nodes import add_call
 from fxremat.passes.variants import table
 from fxremat.passes.variants.chunks.rules import CHUNKED_LOSS
-from fxremat.passes.variants.rule import Rule, Site, StandIns
+from fxremat.passes.variants.insertion import Rule, Site, StandIns
 from fxremat.whatif.explanation import Explanation
 from tests.small import Classifier, seeded
 

@@ -19,7 +19,7 @@ from fxremat.core.constants import IMAGE_PARTS
 from fxremat.cost.workspaces import Workspaces
 from fxremat.passes.joint_graph import JointGraph
 from fxremat.passes.variants import insertion
-from fxremat.passes.variants.convolution_workspace import RULES
+from fxremat.passes.variants.convolutions import CONVOLUTION_WORKSPACE
 from fxremat.runtime.chunks import convolutions
 from tests.conftest import Golden
 from tests.end_to_end import compiled_by_fxremat, least, measured, observed
@@ -48,7 +48,7 @@ def assert_each_is_the_same(joint: JointGraph, tolerance: float) -> int:
         torch.empty_strided(value.shape, value.stride(), dtype=value.dtype).normal_()
         for value in values
     ]
-    sites = insertion.find_sites(joint, RULES, much)
+    sites = insertion.find_sites(joint, [CONVOLUTION_WORKSPACE], much)
     expected = run_joint(joint, inputs)
     for site in sites:
         found = run_joint(insertion.take(joint, [site]), inputs)
@@ -106,9 +106,9 @@ def test_16_bit_gradients_of_many_parts_are_rounded_once() -> None:
 
 def test_what_needs_no_workspace_is_left_alone() -> None:
     joint = joint_of(nn.Conv2d(2, 2, 3), torch.randn(8, 2, 5, 5))
-    assert insertion.find_sites(joint, RULES) == ()
-    assert len(insertion.find_sites(joint, RULES, much)) == 4
-    assert insertion.find_sites(joint, RULES, lambda call: 1) == ()
+    assert insertion.find_sites(joint, [CONVOLUTION_WORKSPACE]) == ()
+    assert len(insertion.find_sites(joint, [CONVOLUTION_WORKSPACE], much)) == 4
+    assert insertion.find_sites(joint, [CONVOLUTION_WORKSPACE], lambda call: 1) == ()
 
 
 def test_a_call_far_from_the_peak_is_left_alone() -> None:
@@ -118,7 +118,9 @@ def test_a_call_far_from_the_peak_is_left_alone() -> None:
     def as_much_again(call: fx.Node) -> int:
         return int(sum(one.meta["val"].nbytes for one in call.all_input_nodes))
 
-    spared = {site.spares for site in insertion.find_sites(joint, RULES, as_much_again)}
+    spared = {
+        site.spares for site in insertion.find_sites(joint, [CONVOLUTION_WORKSPACE], as_much_again)
+    }
     sizes = {node.args[node.name != "convolution"].meta["val"].shape[2] for node in spared}  # type: ignore[union-attr]
     assert sizes == {32}
 
@@ -126,7 +128,7 @@ def test_a_call_far_from_the_peak_is_left_alone() -> None:
 def test_an_empty_batch_and_one_image_are_left_alone() -> None:
     for images in (0, 1):
         joint = joint_of(nn.Conv2d(2, 2, 3), torch.randn(images, 2, 5, 5))
-        assert insertion.find_sites(joint, RULES, much) == ()
+        assert insertion.find_sites(joint, [CONVOLUTION_WORKSPACE], much) == ()
 
 
 def test_parts_need_less_workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +172,7 @@ def test_flags_are_as_before(algorithm: str, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_on_cuda_algorithms_can_be_asked_for() -> None:
     joint = on_cuda(joint_of(nn.Conv2d(2, 2, 3), torch.randn(1, 2, 5, 5)))
-    sites = insertion.find_sites(joint, RULES, much)
+    sites = insertion.find_sites(joint, [CONVOLUTION_WORKSPACE], much)
     assert [site.name.split(":")[1:] for site in sites] == [
         ["convolution", "native"],
         ["convolution_backward", "native"],
@@ -190,13 +192,16 @@ def test_on_cuda_algorithms_can_be_asked_for() -> None:
 def test_torchs_own_algorithm_on_cuda_is_for_plain_order() -> None:
     x = torch.randn(1, 2, 5, 5).contiguous(memory_format=torch.channels_last)
     joint = on_cuda(joint_of(nn.Conv2d(2, 2, 3), x))
-    names = [site.name.split(":")[1:] for site in insertion.find_sites(joint, RULES, much)]
+    names = [
+        site.name.split(":")[1:]
+        for site in insertion.find_sites(joint, [CONVOLUTION_WORKSPACE], much)
+    ]
     assert names == [["convolution_backward", "deterministic"]]
 
 
 def test_graph_of_convolution_workspace(golden: Golden) -> None:
     joint = joint_of(nn.Conv2d(2, 2, 3), torch.randn(8, 2, 5, 5))
-    sites = insertion.find_sites(joint, RULES, much)
+    sites = insertion.find_sites(joint, [CONVOLUTION_WORKSPACE], much)
     taken = insertion.take(joint, [site for site in sites if site.name.endswith(":2_images")])
     golden(f"before\n\n{joint.module.graph}\n\nafter\n\n{taken.module.graph}\n")
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fxremat.passes.joint_graph import JointGraph
 from fxremat.passes.variants import insertion
 from fxremat.passes.variants.from_outputs import RULES
-from fxremat.passes.variants.rule import Rule, Site
+from fxremat.passes.variants.insertion import Rule, Site
 from tests.graphs import batch, linear
 from tests.variants import compare, crossing, gradients, joint_of, sites, stand_ins_of
 

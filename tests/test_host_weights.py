@@ -24,7 +24,7 @@ from fxremat.compat.joint_graph import torch_partition
 from fxremat.errors import HostMemoryExceeded, InvalidOption
 from fxremat.memory.measured_peak import held_bytes, measure_peak
 from fxremat.runtime import is_host
-from fxremat.runtime.copies.operators import fetch, host_copy, put
+from fxremat.runtime.copies import fetch, host_copy, put
 from fxremat.training import host_weights
 from tests.host_weights import (
     CPU,
@@ -230,7 +230,7 @@ def test_complete_means_on_the_host_too(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
-    runtime.copies.operators._finish(torch.device("cuda", 0))
+    runtime.copies._finish(torch.device("cuda", 0))
     assert waited == ["asleep", "recorded", "here"]
 
 

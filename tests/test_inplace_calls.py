@@ -17,7 +17,7 @@ from fxremat.passes import inplace
 from fxremat.passes.halves import Rewritten
 from fxremat.passes.inplace import rewrite
 from fxremat.passes.nodes import add_call
-from fxremat.runtime import inplace as runtime
+from fxremat.runtime import kernels
 from fxremat.verify.aliasing import check_in_place
 from tests.conftest import Golden
 from tests.graphs import batch
@@ -260,11 +260,11 @@ def test_custom_ops_have_forms_of_their_own(name: str, dtype: torch.dtype, count
     torch.library.impl(f"{qualified}_", "default", lambda x: x.mul_(2).__class__ and None)
     torch.library.register_fake(f"{qualified}_", lambda x: None)
     op, form = (getattr(torch.ops.fxremat_test, one).default for one in (name, f"{name}_"))
-    runtime.IN_PLACE[op] = form
+    kernels.IN_PLACE[op] = form
     try:
         assert len(after(lambda g: [g.call(op, g.relu(g.x))]).pairs) == count
     finally:
-        del runtime.IN_PLACE[op]
+        del kernels.IN_PLACE[op]
 
 
 def test_operators_add_to_what_is_there_in_any_layout() -> None:
@@ -342,7 +342,7 @@ def test_the_verifier_sees_overlapping_memory_written() -> None:
     before, wrong = planned(operand_is_expanded), Graph()
     row = wrong.relu(wrong.call(aten.select.int, wrong.x, 0, 0))
     wide = wrong.call(aten.expand.default, row, [4, 4])
-    call = wrong.graph.call_function(runtime.addmm_into, (wide, wrong.x, wrong.w))
+    call = wrong.graph.call_function(kernels.addmm_into, (wide, wrong.x, wrong.w))
     call.meta["partitioner_tag"] = "must_be_in_backward"
     wrong.graph.output((wide,))
     with pytest.raises(VerificationFailed, match="expand_default, which is not all of its memory"):

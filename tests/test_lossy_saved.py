@@ -18,8 +18,8 @@ from torch import fx, nn
 from fxremat.passes.joint_graph import JointGraph
 from fxremat.passes.variants import few_bit, lossy_saved
 from fxremat.passes.variants.few_bit import optimal_steps
+from fxremat.passes.variants.insertion import Site
 from fxremat.passes.variants.lossy_saved import RULES
-from fxremat.passes.variants.rule import Site
 from tests.conftest import Golden
 from tests.examples import examples
 from tests.slowness import slow_but

@@ -15,8 +15,8 @@ from torch import fx, nn
 from fxremat.passes.joint_graph import JointGraph
 from fxremat.passes.nodes import fake
 from fxremat.passes.variants import packed_bits
+from fxremat.passes.variants.insertion import Rule, Site
 from fxremat.passes.variants.packed_bits import RULES
-from fxremat.passes.variants.rule import Rule, Site
 from tests.conftest import Golden
 from tests.variants import (
     Taken,

@@ -18,9 +18,8 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from fxremat import runtime
 from fxremat.compat.configuration import inductor_config
 from fxremat.errors import InvalidOption
-from fxremat.runtime.copies import cpu_engine, cuda_engine
-from fxremat.runtime.copies.operators import to_device, to_host, wait_device, wait_host
-from fxremat.runtime.copy_trace import Engine
+from fxremat.runtime import cpu_engine, cuda_engine
+from fxremat.runtime.copies import Engine, to_device, to_host, wait_device, wait_host
 from tests import host_copies
 from tests.host_copies import CPU, DEVICES, LAYOUTS, TENTH, fetched, of, sent
 

@@ -14,8 +14,8 @@ import torch
 from fxremat import runtime
 from fxremat.errors import HostMemoryExceeded, InvalidOption
 from fxremat.memory.measured_peak import measure_peak
-from fxremat.runtime.copies import cpu_engine
-from fxremat.runtime.copies.operators import to_device, to_host, wait_device, wait_host
+from fxremat.runtime import cpu_engine
+from fxremat.runtime.copies import to_device, to_host, wait_device, wait_host
 from fxremat.runtime.copy_trace import Pending
 from fxremat.runtime.host_memory import extent, size_of_extent
 from tests import host_copies
@@ -204,7 +204,7 @@ def test_an_allocation_that_fails_does_not_count(monkeypatch: pytest.MonkeyPatch
     def refuse(x: torch.Tensor) -> torch.Tensor:
         raise MemoryError
 
-    monkeypatch.setattr(cpu_engine, "_mapped_like", refuse)
+    monkeypatch.setattr(cpu_engine, "mapped_like", refuse)
     with pytest.raises(MemoryError):
         to_host(TENTH)
     assert runtime.host_bytes().now_bytes == 0

@@ -16,7 +16,7 @@ from fxremat.core.variants import take as take_variants
 from fxremat.passes.joint_graph import JointGraph
 from fxremat.passes.memory_estimation import estimate
 from fxremat.passes.variants import insertion
-from fxremat.passes.variants.split_gradients import RULES
+from fxremat.passes.variants.convolutions import SPLIT_GRADIENTS
 from tests.conftest import Golden
 from tests.examples import examples
 from tests.graphs import Net, capture, no_workspace, run_joint, unit_time
@@ -28,7 +28,7 @@ def assert_same(joint: JointGraph, tolerance: float) -> None:
     torch.manual_seed(0)
     values = [node.meta["val"] for node in (*joint.primals, *joint.tangents)]
     inputs = [torch.randn(value.shape, dtype=value.dtype) for value in values]
-    taken = insertion.take(joint, insertion.find_sites(joint, RULES))
+    taken = insertion.take(joint, insertion.find_sites(joint, [SPLIT_GRADIENTS]))
     for old, new in zip(run_joint(joint, inputs), run_joint(taken, inputs), strict=True):
         assert old.dtype == new.dtype
         assert old.shape == new.shape
@@ -71,19 +71,19 @@ def test_gradients_lie_in_memory_as_those_of_one_call(
 
     conv = nn.Conv2d(4, 4, 3, padding=1, groups=4, dtype=dtype)
     joint = joint_of(Net(run, conv=conv), torch.randn(2, 4, 6, 5, dtype=dtype))
-    (site,) = insertion.find_sites(joint, RULES)
+    (site,) = insertion.find_sites(joint, [SPLIT_GRADIENTS])
     assert_alike(joint, site)
     assert_same(joint, 5e-2 if dtype is torch.bfloat16 else 1e-5)
 
 
 def test_a_convolution_of_the_batch_has_one_gradient_only() -> None:
     joint = capture(nn.Conv2d(2, 2, 3), (torch.randn(1, 2, 5, 5),)).joint
-    assert insertion.find_sites(joint, RULES) == ()
+    assert insertion.find_sites(joint, [SPLIT_GRADIENTS]) == ()
 
 
 def test_a_transposed_convolution_is_left_alone() -> None:
     joint = joint_of(nn.ConvTranspose2d(2, 2, 3), torch.randn(1, 2, 5, 5))
-    assert insertion.find_sites(joint, RULES) == ()
+    assert insertion.find_sites(joint, [SPLIT_GRADIENTS]) == ()
 
 
 def test_the_input_is_gone_before_its_gradient_is_there() -> None:
@@ -97,7 +97,7 @@ def test_the_input_is_gone_before_its_gradient_is_there() -> None:
         line = replay(problem, problem.base_steps())
         return max(line.live_bytes[-4:])
 
-    sites = insertion.find_sites(joint, RULES)
+    sites = insertion.find_sites(joint, [SPLIT_GRADIENTS])
     assert len(sites) == 2
     assert peak(insertion.take(joint, sites)) <= peak(joint)
     taken = insertion.take(joint, sites)
@@ -107,7 +107,7 @@ def test_the_input_is_gone_before_its_gradient_is_there() -> None:
 
 def test_graph_of_split_gradients(golden: Golden) -> None:
     joint = joint_of(nn.Conv2d(2, 2, 3), torch.randn(1, 2, 5, 5))
-    taken = insertion.take(joint, insertion.find_sites(joint, RULES))
+    taken = insertion.take(joint, insertion.find_sites(joint, [SPLIT_GRADIENTS]))
     golden(f"before\n\n{joint.module.graph}\n\nafter\n\n{taken.module.graph}\n")
 
 
@@ -128,7 +128,7 @@ class TwoWays(nn.Module):
 def test_gradients_of_inputs_are_where_the_planner_has_them() -> None:
     """The graph with the variants is the problem that they were chosen for: in the same order."""
     joint = joint_of(TwoWays(), torch.randn(4, 8, 16, 16))
-    sites = insertion.find_sites(joint, RULES)
+    sites = insertion.find_sites(joint, [SPLIT_GRADIENTS])
     assert len(sites) == 4
     how: Any = {"fused": True, "device": "cpu", "name": "test"}
     offered = insertion.insert_all(joint, sites)

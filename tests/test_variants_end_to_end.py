@@ -17,7 +17,7 @@ from fxremat.cli import main
 from fxremat.errors import InvalidOption
 from fxremat.options import parse_options
 from fxremat.passes.variants.table import ALL, RULES, rules_named
-from fxremat.runtime.chunks import counted_rows
+from fxremat.runtime.chunks import call as rows_call
 from fxremat.whatif.explanation import Explanation
 from tests.conftest import Golden
 from tests.end_to_end import compiled_by_fxremat, least, measured, observed, step
@@ -99,7 +99,7 @@ def test_a_vocabulary_fits_where_its_logits_do_not_and_its_peak_is_predicted(exe
     for part in (0.0, 0.5, 0.9, 1.0):
         tokens, targets = inputs
         batch = tokens, torch.where(torch.rand(targets.shape) < part, IGNORED, targets)
-        with mock.patch.object(counted_rows, "rows_to_run", wraps=counted_rows.rows_to_run) as run:
+        with mock.patch.object(rows_call, "rows_to_run", wraps=rows_call.rows_to_run) as run:
             new, old = (observed(*pair, batch) for pair in ((model, call), (twin, twin)))
         for one, other in zip(new, old, strict=True):
             torch.testing.assert_close(one, other, rtol=2e-5, atol=1e-7, equal_nan=True)

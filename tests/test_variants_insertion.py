@@ -16,7 +16,7 @@ from fxremat.passes.joint_graph import JointGraph, Role, is_tensor
 from fxremat.passes.memory_estimation import Estimate, estimate
 from fxremat.passes.nodes import Ancestry, add_call
 from fxremat.passes.variants import insertion
-from fxremat.passes.variants.rule import Rule, Site, StandIns
+from fxremat.passes.variants.insertion import Rule, Site, StandIns
 from tests.graphs import Capture, batch, capture, mlp, no_workspace, unit_time
 
 aten = torch.ops.aten

@@ -14,10 +14,10 @@ from torch import fx, nn
 from fxremat.compile.verification import taken_variant
 from fxremat.errors import VerificationFailed
 from fxremat.passes.joint_graph import JointGraph
-from fxremat.passes.nodes import add_call, last_of
+from fxremat.passes.nodes import add_call
 from fxremat.passes.variants import insertion
 from fxremat.passes.variants.chunks.rules import CHUNKED_MLP
-from fxremat.passes.variants.rule import Site
+from fxremat.passes.variants.insertion import Site
 from fxremat.verify.taken_variants import TakenVariant, check_variants
 from tests.graphs import capture
 from tests.variants import verify
@@ -129,7 +129,7 @@ def test_a_node_outside_of_the_sites_may_not_change() -> None:
     after = insertion.take(joint, [site])
     graph = after.module.graph
     results = list(graph.output_node().args[0])  # type: ignore[arg-type]
-    last = last_of([r for r in results if hasattr(r, "name")], graph)
+    last = max(r for r in results if hasattr(r, "name"))
     with graph.inserting_after(last):
         twice = add_call(graph, ATEN.mul.Tensor, (last, 2), last)
     results[results.index(last)] = twice

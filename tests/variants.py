@@ -23,8 +23,7 @@ from fxremat.compile.verification import taken_variant
 from fxremat.passes.joint_graph import JointGraph, Role, is_tensor, root
 from fxremat.passes.nodes import add_call, fake
 from fxremat.passes.variants import saved_values
-from fxremat.passes.variants.insertion import take, take_with_inserted
-from fxremat.passes.variants.rule import Rule, Site
+from fxremat.passes.variants.insertion import Rule, Site, take, take_with_inserted
 from fxremat.passes.variants.table import RULES
 from fxremat.verify.taken_variants import check_variants
 from tests.compat_graphs import inductor_by

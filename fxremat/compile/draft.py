@@ -13,8 +13,7 @@ from fxremat.core.schedule import Step
 from fxremat.passes.halves import Halves, Rewritten
 from fxremat.passes.joint_graph import JointGraph
 from fxremat.passes.memory_estimation import Estimate
-from fxremat.passes.variants.insertion import InsertedVariant
-from fxremat.passes.variants.rule import Site
+from fxremat.passes.variants.insertion import InsertedVariant, Site
 
 NOT_YET: Any = None
 

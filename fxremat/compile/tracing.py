@@ -27,7 +27,7 @@ from fxremat.cost.device import DeviceSpec
 from fxremat.errors import FxrematError, NotTraceable
 from fxremat.passes.joint_graph import root
 from fxremat.passes.memory_estimation import Estimate
-from fxremat.passes.variants.rule import Rule
+from fxremat.passes.variants.insertion import Rule
 
 MODES = ("inductor", "aot_eager")
 

@@ -1,18 +1,16 @@
 """Copies between a device and host memory that run beside the computation.
 
 Graphs that fxremat transforms call four operators, `to_host`, `wait_host`, `to_device` and
-`wait_device` (`fxremat.runtime.copies.operators`); importing this package registers them, so
-whatever runs such a graph has to import it. Weights that live in host memory are read through
-`fetch`, which gets their gradients by `put` (`fxremat.runtime.copies.operators`); `arrived` lets
-their optimizer step before the backward is over (`fxremat.runtime.optimizer_steps`).
-Gradients on the device are added to ``grad`` by `accumulated`
-(`fxremat.runtime.accumulation`). The rest is for tests and benchmarks: a cap on host
-memory, a simulated speed for copies of machines without a GPU, and records of what was copied when.
+`wait_device`; importing this package registers them, so whatever runs such a graph has to import
+it. Weights that live in host memory are read through `fetch`, which gets their gradients by `put`
+(all in `copies`); `arrived` lets their optimizer step before the backward is over
+(`optimizer_steps`). Gradients on the device are added to ``grad`` by `accumulated`
+(`accumulation`). The rest is for tests and benchmarks: a cap on host memory, a simulated speed for
+copies of machines without a GPU, and records of what was copied when.
 """
 
 from fxremat.runtime.accumulation import accumulated
-from fxremat.runtime.copies.cpu_engine import set_copy_speed
-from fxremat.runtime.copies.operators import (
+from fxremat.runtime.copies import (
     MeasuredSpeed,
     fetch,
     host_copy,
@@ -25,6 +23,7 @@ from fxremat.runtime.copies.operators import (
     wait_host,
 )
 from fxremat.runtime.copy_trace import CopyRecord, copy_trace
+from fxremat.runtime.cpu_engine import set_copy_speed
 from fxremat.runtime.host_memory import (
     HostBytes,
     host_bytes,

@@ -22,12 +22,12 @@ from __future__ import annotations
 
 import logging
 import threading
-import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fxremat.compat.backward import (
     accumulators_of,
@@ -41,36 +41,10 @@ from fxremat.compat.backward import (
     watch_backwards,
 )
 from fxremat.runtime.host_memory import extent, is_host, is_on, size_of_extent, storage_address
-from fxremat.runtime.kernels import WAITS, no_result, register
+from fxremat.runtime.kernels import WAITS, register
 from fxremat.runtime.placed import can_be_freed, free
 
 log = logging.getLogger(__name__)
-
-
-class _Asked:
-    """The parameters whose gradients are to be added early, each as often as it was asked for."""
-
-    def __init__(self) -> None:
-        self._counts: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._counts)
-
-    def __contains__(self, tensor: torch.Tensor) -> bool:
-        found = self._counts.get(id(tensor))
-        return found is not None and found[0]() is tensor
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        alive = [reference() for reference, _ in list(self._counts.values())]
-        return iter([one for one in alive if one is not None])
-
-    def change(self, tensor: torch.Tensor, by: int) -> None:
-        key = id(tensor)
-        count = self._counts[key][1] + by if tensor in self else by
-        self._counts.pop(key, None)
-        if count > 0:
-            reference = weakref.ref(tensor, lambda _: self._counts.pop(key, None))
-            self._counts[key] = reference, count
 
 
 class _BackwardSums(threading.local):
@@ -88,7 +62,8 @@ class _BackwardSums(threading.local):
         self.is_watched = False
 
 
-_ASKED = _Asked()
+_ASKED: Any = WeakIdKeyDictionary()
+"""The parameters whose gradients are to be added early, and how often that was asked for."""
 _BACKWARD = _BackwardSums()
 _TOLD: set[str] = set()
 
@@ -97,12 +72,14 @@ def ask(parameters: Iterable[torch.Tensor]) -> None:
     """From now on the gradients of these are added early, until as many `withdraw`."""
     watch_backwards()
     for parameter in parameters:
-        _ASKED.change(parameter, +1)
+        _ASKED[parameter] = _ASKED.get(parameter, 0) + 1
 
 
 def withdraw(parameters: Iterable[torch.Tensor]) -> None:
-    for parameter in parameters:
-        _ASKED.change(parameter, -1)
+    for parameter in list(parameters):
+        count = _ASKED.pop(parameter, 0) - 1
+        if count > 0:
+            _ASKED[parameter] = count
 
 
 def will_be_added(tensor: object) -> bool:
@@ -125,9 +102,10 @@ def living_gradients(weights: Iterable[object]) -> list[torch.Tensor]:
 
 def expected_bytes(device: torch.device, *, missing_only: bool = False) -> int:
     """Bytes of all ``grad`` that there will be on ``device``, or of those that are missing yet."""
+    alive = [one for asked in _ASKED.keyrefs() if (one := asked()) is not None]
     return sum(
         one.numel() * one.element_size()
-        for one in _ASKED
+        for one in alive
         if one.requires_grad and is_on(one, device) and (one.grad is None or not missing_only)
     )
 
@@ -135,9 +113,13 @@ def expected_bytes(device: torch.device, *, missing_only: bool = False) -> int:
 # --- in the backward ---------------------------------------------------------------------
 
 
-def _accumulated(
-    gradient: torch.Tensor, weight: torch.Tensor, read: Sequence[torch.Tensor]
-) -> None:
+@register("(Tensor(a!) gradient, Tensor weight, Tensor[] read) -> ()", WAITS)
+def accumulated(gradient: torch.Tensor, weight: torch.Tensor, read: Sequence[torch.Tensor]) -> None:
+    """The gradient of ``weight`` may be added to its grad.
+
+    ``gradient`` is what the graph returns for its input ``weight``. Nothing uses it from here on.
+    ``read`` is what else of the graph's inputs is read later.
+    """
     if not _ASKED:
         return
     _begin()
@@ -183,9 +165,7 @@ def _apart(weights: Sequence[torch.Tensor]) -> frozenset[int]:
     runs.sort()
     found, end = {key for _, _, key in runs}, 0
     for index, (start, stop, key) in enumerate(runs):
-        if start < end:
-            found.discard(key)
-        if index + 1 < len(runs) and runs[index + 1][0] < stop:
+        if start < end or (index + 1 < len(runs) and runs[index + 1][0] < stop):
             found.discard(key)
         end = max(end, stop)
     return frozenset(found)
@@ -217,7 +197,8 @@ def _reason_against(
     shared = id(weight) not in known.apart or extent(sum_) < sum_.numel()
     if shared or any(storage_address(one) == storage_address(sum_) for one in read):
         return "its .grad shares memory with something else"
-    if not _owns_its_memory(gradient):
+    is_whole = gradient.untyped_storage().nbytes() == size_of_extent(gradient) > 0
+    if not is_whole or gradient.storage_offset() != 0 or not can_be_freed(gradient):
         return "the gradient is a part of a larger tensor"
     return None
 
@@ -228,14 +209,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    same = one.dtype == other.dtype and one.device == other.device
-    return same and one.size() == other.size()
-
-
-def _owns_its_memory(gradient: torch.Tensor) -> bool:
-    storage = gradient.untyped_storage()
-    whole = storage.nbytes() == size_of_extent(gradient) > 0
-    return whole and gradient.storage_offset() == 0 and can_be_freed(gradient)
+    return (one.dtype, one.device, one.size()) == (other.dtype, other.device, other.size())
 
 
 def _keep_from(adder: Any) -> None:
@@ -259,16 +233,3 @@ def _tell(reason: str, gradient: torch.Tensor) -> None:
             tuple(gradient.size()),
             reason,
         )
-
-
-accumulated = register(
-    "accumulated",
-    "(Tensor(a!) gradient, Tensor weight, Tensor[] read) -> ()",
-    _accumulated,
-    no_result,
-    WAITS,
-)
-"""``accumulated(gradient, weight, read)``: the gradient of ``weight`` may be added to its grad.
-
-``gradient`` is what the graph returns for its input ``weight``. Nothing uses it from here on.
-``read`` is what else of the graph's inputs is read later."""

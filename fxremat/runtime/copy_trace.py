@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from threading import Lock, Thread
 from time import perf_counter
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,24 +20,8 @@ Work = Literal["step"]
 T = TypeVar("T")
 
 
-class Engine(Protocol):
-    """Copies between the memory of devices of one type and host memory."""
-
-    def start_to_host(self, x: torch.Tensor) -> torch.Tensor:
-        """A new tensor in host memory like ``x``, into which a copy of ``x`` is on its way."""
-
-    def start_to_device(self, host: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """A new tensor on ``device`` like ``host``, into which a copy of it is on its way."""
-
-    def wait(self, what: Wait, target: torch.Tensor, device: torch.device) -> None:
-        """The computation on ``device`` goes on once the copy into ``target`` has ended."""
-
-
-class Job(Protocol):
-    """Something that a thread does."""
-
-    def run(self) -> None:
-        """Do it, and keep an error for whoever waits: a thread that ended would let it hang."""
+Job = Callable[[], None]
+"""It keeps an error for whoever waits: a thread that ended would let it hang."""
 
 
 class SerialThread:
@@ -61,7 +45,7 @@ class SerialThread:
 
 def _serve(queue: SimpleQueue[Job]) -> None:
     while True:
-        queue.get().run()
+        queue.get()()
 
 
 class Pending(Generic[T]):

@@ -7,6 +7,7 @@ pinned memory rounds them up to.
 
 from __future__ import annotations
 
+import mmap
 import os
 import weakref
 from collections import deque
@@ -158,6 +159,13 @@ def size_of_extent(x: torch.Tensor) -> int:
 def run_of_memory(x: torch.Tensor) -> torch.Tensor:
     """The elements from the first to the last in memory, as a view with one dimension."""
     return x.as_strided((extent(x),), (1,))
+
+
+def mapped_like(x: torch.Tensor, **how: int) -> torch.Tensor:
+    """A tensor like ``x`` in pages of its own, which go when its storage does."""
+    nbytes, empty = size_of_extent(x), torch.empty(0, dtype=x.dtype)
+    pages = torch.frombuffer(mmap.mmap(-1, nbytes, **how), dtype=torch.uint8) if nbytes else empty
+    return empty.set_(pages.untyped_storage(), 0, x.size(), x.stride())
 
 
 def storage_address(x: torch.Tensor) -> int:

@@ -3,6 +3,9 @@
 They have a namespace of their own, so that whoever meets one in a graph knows that it may run
 again: it draws no random numbers (a seed is an argument), writes into nothing it is given, and
 returns new memory. Every device has the same implementation.
+
+`IN_PLACE` says of a call which other call writes the same result over its first argument; torch's
+own, or one of two that are registered here.
 """
 
 from __future__ import annotations
@@ -88,6 +91,11 @@ INSIDE: dict[OpOverload, Callable[..., Inside]] = {}
 """What says what happens in a call of an operator that runs others many times."""
 
 
+def pieces(total: int, size: int) -> list[tuple[int, int]]:
+    """``total`` rows, images or elements in pieces of ``size``; the last may be smaller."""
+    return [(a, min(a + size, total)) for a in range(0, total, size)] if size else []
+
+
 HOLDS_STRIDES = (
     # Inductor neither pads the arguments nor, as a pass put the call in, forces strides on them.
     torch.Tag.needs_exact_strides,
@@ -98,38 +106,38 @@ WAITS = (torch.Tag.flexible_layout, torch.Tag.pt2_compliant_tag, torch.Tag.cudag
 """The tags of operators that copy between host and device, and of those that wait or act."""
 
 
-def register(
-    name: str,
-    schema: str,
-    real: Callable[..., Any],
-    fake: Callable[..., Any],
-    tags: tuple[torch.Tag, ...],
-    namespace: str = "fxremat",
-) -> OpOverload:
-    """The new operator ``namespace::name``; ``fake`` says shapes, strides and dtypes."""
-    qualified = f"{namespace}::{name}"
-    torch.library.define(qualified, schema, tags=tags)
-    torch.library.impl(qualified, "default", torch.no_grad()(real))
-    torch.library.register_fake(qualified, fake)
-    overload: OpOverload = getattr(getattr(torch.ops, namespace), name).default
-    return overload
-
-
 def no_result(*_: Any) -> None:
     """The result, on tensors without contents, of an operator that only changes contents."""
 
 
-def define(
-    name: str,
+def register(
     schema: str,
-    real: Callable[..., Any],
+    tags: tuple[torch.Tag, ...],
+    fake: Callable[..., Any] = no_result,
+    namespace: str = "fxremat",
+) -> Callable[[Callable[..., Any]], OpOverload]:
+    """Make a function the new operator of its name; ``fake`` says shapes, strides and dtypes."""
+
+    def registered(real: Callable[..., Any]) -> OpOverload:
+        name = real.__name__.lstrip("_")
+        torch.library.define(f"{namespace}::{name}", schema, tags=tags)
+        torch.library.impl(f"{namespace}::{name}", "default", torch.no_grad()(real))
+        torch.library.register_fake(f"{namespace}::{name}", fake)
+        overload: OpOverload = getattr(getattr(torch.ops, namespace), name).default
+        return overload
+
+    return registered
+
+
+def define(
+    schema: str,
     fake: Callable[..., Any],
     *,
     workspace: Callable[..., int] | None = None,
     flops: Callable[..., int] | None = None,
     inside: Callable[..., Inside] | None = None,
-) -> OpOverload:
-    """Register ``fxremat_kernels::name``; ``fake`` says shapes, strides and dtypes.
+) -> Callable[[Callable[..., Any]], OpOverload]:
+    """Make a function the operator of `NAMESPACE`; ``fake`` says shapes, strides and dtypes.
 
     ``workspace`` gives the bytes of scratch memory of a call from its (fake) arguments, exactly,
     and from ``measure``, which says what another call takes that it makes inside; less exactly for
@@ -139,12 +147,51 @@ def define(
     ``on_cpu`` and whether in a graph that is compiled ``by_inductor``, what a call does beyond
     reading arguments and writing results.
     """
-    overload = register(name, schema, real, fake, (torch.Tag.pt2_compliant_tag,), NAMESPACE)
-    IMPLEMENTATIONS[overload] = real
-    if workspace is not None:
-        WORKSPACES[overload] = workspace
-    if flops is not None:
-        flop_registry[overload.overloadpacket] = flops
-    if inside is not None:
-        INSIDE[overload] = inside
-    return overload
+
+    def defined(real: Callable[..., Any]) -> OpOverload:
+        overload = register(schema, (torch.Tag.pt2_compliant_tag,), fake, NAMESPACE)(real)
+        IMPLEMENTATIONS[overload] = real
+        if workspace is not None:
+            WORKSPACES[overload] = workspace
+        if flops is not None:
+            flop_registry[overload.overloadpacket] = flops
+        if inside is not None:
+            INSIDE[overload] = inside
+        return overload
+
+    return defined
+
+
+# --- adding to a tensor that is there -----------------------------------------------------
+
+
+def _add(acc: torch.Tensor, shape: Any, op: Any, a: torch.Tensor, b: torch.Tensor) -> None:
+    """Add to a tensor of any shape with as many elements as the product, in the same order.
+
+    Memory is taken only where a pass of the compiler has laid ``acc`` out otherwise, for a while.
+    """
+    if acc.is_contiguous():
+        into = acc.view(shape)
+        op(into, a, b, out=into)
+    else:
+        acc.copy_(op(acc.reshape(shape), a, b).view(acc.shape))
+
+
+@register("(Tensor(a!) acc, Tensor a, Tensor b) -> ()", HOLDS_STRIDES)
+def addmm_into(acc: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """acc += a @ b."""
+    _add(acc, (a.size(0), b.size(1)), torch.addmm, a, b)
+
+
+@register("(Tensor(a!) acc, Tensor a, Tensor b) -> ()", HOLDS_STRIDES)
+def baddbmm_into(acc: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """Add the products of two batches of matrices to acc."""
+    _add(acc, (a.size(0), a.size(1), b.size(2)), torch.baddbmm, a, b)
+
+
+IN_PLACE: dict[OpOverload, OpOverload] = {
+    torch.ops.aten.addmm.default: addmm_into,
+    torch.ops.aten.baddbmm.default: baddbmm_into,
+    torch.ops.aten.index_put.default: torch.ops.aten.index_put_.default,
+}
+"""Call -> the call with the same arguments that writes its result over the first of them."""

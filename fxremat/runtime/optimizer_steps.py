@@ -41,8 +41,8 @@ from fxremat.compat.backward import (
 )
 from fxremat.core.constants import STEPS_AHEAD
 from fxremat.runtime.copy_trace import SerialThread, active_traces, host_time
-from fxremat.runtime.host_memory import size_of_extent, storage_address
-from fxremat.runtime.kernels import WAITS, no_result, register
+from fxremat.runtime.host_memory import mapped_like, size_of_extent, storage_address
+from fxremat.runtime.kernels import WAITS, register
 
 
 class Step:
@@ -65,7 +65,7 @@ class Step:
         self._nbytes = size_of_extent(gradient)
         self._threads = torch.get_num_threads()
         self._traces = active_traces()
-        self._ended = Event()
+        self.ended = Event()
 
     def run(self) -> None:
         """Step; for the thread. An error is kept for the hook of the parameter."""
@@ -81,14 +81,7 @@ class Step:
             self.error = error
         finally:
             self._parameter.grad = None
-            self._ended.set()
-
-    def wait(self) -> None:
-        """Block until the step has ended, one way or the other."""
-        self._ended.wait()
-
-    def is_over(self) -> bool:
-        return self._ended.is_set()
+            self.ended.set()
 
 
 class Stepped:
@@ -108,7 +101,9 @@ class Stepped:
     def start(self, gradient: torch.Tensor, ready: Callable[[], object]) -> Step:
         """Begin a step after ``ready()``; ``gradient`` becomes its stand-in."""
         taken = gradient.detach()
-        gradient.set_(_stand_in(taken))  # type: ignore[call-overload]
+        # pages that nobody ever touches, so that they take no memory
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+        gradient.set_(mapped_like(taken, flags=flags))  # type: ignore[call-overload]
         self._stand_in = storage_address(gradient)
         self.started = Step(self.parameter, taken, self._step, ready)
         _WORKER.submit(self.started)
@@ -125,7 +120,7 @@ class Stepped:
             self._step()
             self.parameter.grad = None
             return
-        early.wait()
+        early.ended.wait()
         found, self.parameter.grad = self.parameter.grad, early.gradient
         if early.error is not None:
             raise early.error
@@ -151,13 +146,13 @@ class _Worker:
     def submit(self, step: Step) -> None:
         with self._lock:
             self._unfinished.append(step)
-        self._thread.submit(step)
+        self._thread.submit(step.run)
 
     def unfinished(self) -> Sequence[Step]:
         """Steps that may still be running; the others are let go of."""
         if self._unfinished:
             with self._lock:
-                self._unfinished = [one for one in self._unfinished if not one.is_over()]
+                self._unfinished = [one for one in self._unfinished if not one.ended.is_set()]
         return self._unfinished
 
 
@@ -181,13 +176,20 @@ os.register_at_fork(after_in_child=_WORKER.after_fork)
 # --- in the backward ---------------------------------------------------------------------
 
 
-def _arrived(
-    gradient: torch.Tensor,
-    weight: torch.Tensor,
-    read: list[torch.Tensor],
-    first: bool,
+@register(
+    "(Tensor(a!) gradient, Tensor(b!) weight, Tensor[] read, bool first, Device device) -> ()",
+    WAITS,
+)
+def arrived(
+    gradient: torch.Tensor, weight: torch.Tensor, read: list[torch.Tensor], first: bool,
     device: torch.device,
-) -> None:
+) -> None:  # fmt: skip
+    """The optimizer of ``weight`` may step.
+
+    ``gradient``, in host memory, is what the graph returns for its input ``weight``, and is
+    complete when ``device`` comes here; so are all copies of ``weight``. Nothing uses either from
+    here on. The first such call of a graph names what else of its inputs is read later.
+    """
     if not _STEPPED:
         return
     if first:
@@ -221,14 +223,10 @@ def _may_step(weight: torch.Tensor, gradient: torch.Tensor) -> bool:
         and weight.grad is None
         and hooks_on(weight) == 1
         and storage_address(weight) not in known.shared
-        and _keeps(weight, gradient)
+        # and autograd would keep this gradient as it is
+        and (weight.size(), weight.stride()) == (gradient.size(), gradient.stride())
+        and (weight.dtype, weight.device) == (gradient.dtype, gradient.device)
     )
-
-
-def _keeps(weight: torch.Tensor, gradient: torch.Tensor) -> bool:
-    """Whether autograd would keep this gradient as it is."""
-    alike = weight.size() == gradient.size() and weight.stride() == gradient.stride()
-    return alike and weight.dtype == gradient.dtype and weight.device == gradient.device
 
 
 def finish(but: int = 0) -> None:
@@ -239,7 +237,7 @@ def finish(but: int = 0) -> None:
     end = max(0, len(_BACKWARD.steps) - but)
     steps, _BACKWARD.steps = _BACKWARD.steps[:end], _BACKWARD.steps[end:]
     for step in steps:
-        step.wait()
+        step.ended.wait()
     _WORKER.unfinished()
 
 
@@ -247,7 +245,7 @@ def before_reading(host: torch.Tensor) -> None:
     """Wait for a step that still writes ``host``: the backward in which it began has failed."""
     for step in _WORKER.unfinished():
         if step.storage == storage_address(host):
-            step.wait()
+            step.ended.wait()
 
 
 def now_on(device: torch.device) -> Callable[[], object]:
@@ -261,26 +259,3 @@ def now_on(device: torch.device) -> Callable[[], object]:
     torch.cuda.current_stream(device).record_event(event)
     wait: Callable[[], object] = event.synchronize
     return wait
-
-
-def _stand_in(gradient: torch.Tensor) -> torch.Tensor:
-    """A tensor like ``gradient`` whose pages nobody ever touches, so that it takes no memory."""
-    nbytes = size_of_extent(gradient)
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
-    empty = torch.empty(0, dtype=gradient.dtype)
-    pages = torch.frombuffer(mmap.mmap(-1, nbytes, flags=flags), dtype=torch.uint8)
-    return empty.set_(pages.untyped_storage(), 0, gradient.size(), gradient.stride())
-
-
-arrived = register(
-    "arrived",
-    "(Tensor(a!) gradient, Tensor(b!) weight, Tensor[] read, bool first, Device device) -> ()",
-    _arrived,
-    no_result,
-    WAITS,
-)
-"""``arrived(gradient, weight, read, first, device)``: the optimizer of ``weight`` may step.
-
-``gradient``, in host memory, is what the graph returns for its input ``weight``, and is complete
-when ``device`` comes here; so are all copies of ``weight``. Nothing uses either from here on. The
-first such call of a graph names what else of its inputs is read later."""

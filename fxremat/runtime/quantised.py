@@ -21,12 +21,10 @@ A call works on pieces of `chunk_on` elements, and takes at most BYTES_PER_ELEME
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 
 from fxremat.core.constants import GPU_PIECE_ELEMENTS, TILE_BYTES
-from fxremat.runtime.kernels import define
+from fxremat.runtime.kernels import define, pieces
 
 BLOCK = 128
 """A part of the format: values that share a scale."""
@@ -47,11 +45,6 @@ def chunk_on(device: torch.device) -> int:
 def flat(x: torch.Tensor) -> torch.Tensor:
     """The elements row by row: a view where memory has this order, else a copy."""
     return x.contiguous().view(-1)
-
-
-def pieces(total: int, size: int) -> Iterator[tuple[int, int]]:
-    for start in range(0, total, size):
-        yield start, min(start + size, total)
 
 
 # --- noise -------------------------------------------------------------------------------
@@ -82,11 +75,15 @@ def salt_of(x: torch.Tensor, seed: int) -> torch.Tensor:
     return mixed(total.add_((seed * 0x2545F491 + 0x1B873593) & _MASK))
 
 
+def _bits(start: int, end: int, salt: torch.Tensor) -> torch.Tensor:
+    """32 random bits for each number of a range."""
+    counter = torch.arange(start, end, device=salt.device)
+    return mixed(mixed(counter.add_(0x9E3779B9)).bitwise_xor_(salt))
+
+
 def _uniform(start: int, end: int, salt: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Noise in [0, 1) for the elements of a range, in steps of 2**-24."""
-    counter = torch.arange(start, end, device=salt.device)
-    bits = mixed(mixed(counter.add_(0x9E3779B9)).bitwise_xor_(salt))
-    return bits.bitwise_right_shift_(8).to(dtype).mul_(2.0**-24)
+    return _bits(start, end, salt).bitwise_right_shift_(8).to(dtype).mul_(2.0**-24)
 
 
 # --- blocks ------------------------------------------------------------------------------
@@ -109,12 +106,14 @@ def _rows(x: torch.Tensor, start: int, end: int) -> torch.Tensor:
     return piece.view(-1, BLOCK)
 
 
-def _halves(codes: torch.Tensor) -> torch.Tensor:
-    """Two codes of four bits to a byte, the first in the lower half."""
-    return codes[:, 0::2] | (codes[:, 1::2] << 4)
+def _quantised_like(x: torch.Tensor, bits: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    blocks = _blocks(x.numel())
+    codes = x.new_empty((blocks, BLOCK * bits // 8), dtype=torch.uint8)
+    return codes, x.new_empty((2, blocks), dtype=exact(x.dtype))
 
 
-def _quantised(x: torch.Tensor, bits: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+@define("(Tensor x, int bits, int seed) -> (Tensor, Tensor)", _quantised_like)
+def quantised(x: torch.Tensor, bits: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     codes, scales = _quantised_like(x, bits, seed)
     x = flat(x)
     salt = salt_of(x, seed)
@@ -127,26 +126,8 @@ def _quantised(x: torch.Tensor, bits: int, seed: int) -> tuple[torch.Tensor, tor
         noise = _uniform(start * BLOCK, end * BLOCK, salt, rows.dtype).view(-1, BLOCK)
         rows.sub_(least[:, None]).div_(divisor[:, None]).add_(noise).floor_()
         found = rows.nan_to_num_(0).clamp_(0, 2**bits - 1).to(torch.uint8)
-        codes[start:end] = found if bits == 8 else _halves(found)
-    return codes, scales
-
-
-def _quantised_like(x: torch.Tensor, bits: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    blocks = _blocks(x.numel())
-    codes = x.new_empty((blocks, BLOCK * bits // 8), dtype=torch.uint8)
-    return codes, x.new_empty((2, blocks), dtype=exact(x.dtype))
-
-
-def _as_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    codes, scales = _as_fp8_like(x)
-    x = flat(x)
-    for start, end in pieces(_blocks(x.numel()), chunk_on(x.device) // BLOCK):
-        rows = _rows(x, start, end)
-        scale = rows.abs().amax(dim=1).div_(FP8_LARGEST)
-        scales[start:end] = scale
-        divisor = torch.where(scale > 0, scale, 1.0)
-        found = rows.div_(divisor[:, None]).clamp_(-FP8_LARGEST, FP8_LARGEST)
-        codes[start:end] = found.to(FP8)
+        # of two codes of four bits in a byte, the first is in the lower half
+        codes[start:end] = found if bits == 8 else found[:, 0::2] | (found[:, 1::2] << 4)
     return codes, scales
 
 
@@ -156,14 +137,26 @@ def _as_fp8_like(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return codes, x.new_empty((blocks,), dtype=exact(x.dtype))
 
 
+@define("(Tensor x) -> (Tensor, Tensor)", _as_fp8_like)
+def as_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    codes, scales = _as_fp8_like(x)
+    x = flat(x)
+    for start, end in pieces(_blocks(x.numel()), chunk_on(x.device) // BLOCK):
+        rows = _rows(x, start, end)
+        scales[start:end] = scale = rows.abs().amax(dim=1).div_(FP8_LARGEST)
+        divisor = torch.where(scale > 0, scale, 1.0)
+        found = rows.div_(divisor[:, None]).clamp_(-FP8_LARGEST, FP8_LARGEST)
+        codes[start:end] = found.to(FP8)
+    return codes, scales
+
+
 # --- sketches ----------------------------------------------------------------------------
 
 
 def _signs(rows: int, start: int, end: int, salt: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Columns of S, transposed: a sign for each of ``rows``, for each column of a range."""
     words = -(-rows // _WORD)
-    counter = torch.arange(start * words, end * words, device=salt.device)
-    bits = mixed(mixed(counter.add_(0x9E3779B9)).bitwise_xor_(salt))
+    bits = _bits(start * words, end * words, salt)
     shifts = torch.arange(_WORD, device=salt.device)
     ones = (bits[:, None] >> shifts).bitwise_and_(1).view(end - start, words * _WORD)
     return ones[:, :rows].to(dtype).mul_(2 * rows**-0.5).sub_(rows**-0.5)
@@ -178,48 +171,33 @@ def sketch_with(x: torch.Tensor, rows: int, salt: torch.Tensor) -> torch.Tensor:
     return total.to(x.dtype)
 
 
-def _sketch(x: torch.Tensor, rows: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    salt = salt_of(flat(x), seed)
-    return sketch_with(x, rows, salt), salt
-
-
-def _sketch_like(x: torch.Tensor, rows: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return x.new_empty((rows, x.shape[1])), x.new_empty((1,), dtype=torch.int64)
-
-
-def _sketch_again(x: torch.Tensor, rows: int, salt: torch.Tensor) -> torch.Tensor:
-    return sketch_with(x, rows, salt)
-
-
-def _sketch_again_like(x: torch.Tensor, rows: int, salt: torch.Tensor) -> torch.Tensor:
-    return x.new_empty((rows, x.shape[1]))
-
-
 def _sketch_flops(x: list[int], rows: int, *_: object, **__: object) -> int:
     return 2 * rows * x[0] * x[1]
 
 
-def _narrowed(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return x.to(dtype, copy=True)
-
-
-def _narrowed_like(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty_like(x, dtype=dtype)
-
-
-narrowed = define(
-    "narrowed", "(Tensor x, ScalarType dtype) -> Tensor", _narrowed, _narrowed_like,
-    workspace=lambda x, dtype, **_: 0,
-)  # fmt: skip
-quantised = define(
-    "quantised", "(Tensor x, int bits, int seed) -> (Tensor, Tensor)", _quantised, _quantised_like
-)
-as_fp8 = define("as_fp8", "(Tensor x) -> (Tensor, Tensor)", _as_fp8, _as_fp8_like)
-sketch = define(
-    "sketch", "(Tensor x, int rows, int seed) -> (Tensor, Tensor)", _sketch, _sketch_like,
+@define(
+    "(Tensor x, int rows, int seed) -> (Tensor, Tensor)",
+    lambda x, rows, seed: (x.new_empty((rows, x.shape[1])), x.new_empty((1,), dtype=torch.int64)),
     flops=_sketch_flops,
-)  # fmt: skip
-sketch_again = define(
-    "sketch_again", "(Tensor x, int rows, Tensor salt) -> Tensor", _sketch_again,
-    _sketch_again_like, flops=_sketch_flops,
-)  # fmt: skip
+)
+def sketch(x: torch.Tensor, rows: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    salt = salt_of(flat(x), seed)
+    return sketch_with(x, rows, salt), salt
+
+
+@define(
+    "(Tensor x, int rows, Tensor salt) -> Tensor",
+    lambda x, rows, salt: x.new_empty((rows, x.shape[1])),
+    flops=_sketch_flops,
+)
+def sketch_again(x: torch.Tensor, rows: int, salt: torch.Tensor) -> torch.Tensor:
+    return sketch_with(x, rows, salt)
+
+
+@define(
+    "(Tensor x, ScalarType dtype) -> Tensor",
+    lambda x, dtype: torch.empty_like(x, dtype=dtype),
+    workspace=lambda x, dtype, **_: 0,
+)
+def narrowed(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return x.to(dtype, copy=True)

@@ -112,7 +112,10 @@ class _Known:
     def run(self, call: Compiled, args: tuple[Any, ...]) -> Any:
         """The results, with nodes that wait for a gradient."""
         before, copies = _versions(args), self._copies(args)
-        again = _Again(self, args, copies, _random_state(args))
+        random: dict[str, Any] = {"cpu": torch.get_rng_state()}
+        if any(isinstance(x, torch.Tensor) and x.is_cuda for x in args):
+            random["cuda"] = torch.cuda.get_rng_state()
+        again = _Again(self, args, copies, random)
         results = call(*args)
         again.versions = _versions(args)
         if self.changed is None:
@@ -142,14 +145,6 @@ def _versions(args: Iterable[object]) -> tuple[int, ...]:
     return tuple(0 if x is None else x._version for x in tensors)
 
 
-def _random_state(args: Iterable[object]) -> dict[str, Any]:
-    """By the type of device, the state of its generator before a run."""
-    state: dict[str, Any] = {"cpu": torch.get_rng_state()}
-    if any(isinstance(x, torch.Tensor) and x.is_cuda for x in args):
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
 @dataclass
 class _Again:
     """One run, and all that it takes to run again."""
@@ -158,6 +153,7 @@ class _Again:
     args: tuple[Any, ...]
     copies: dict[int, torch.Tensor]
     random: dict[str, Any]
+    """By the type of device, the state of its generator before the run."""
     versions: tuple[int, ...] = ()
     leaves: list[torch.Tensor] = field(init=False)
 

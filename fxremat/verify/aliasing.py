@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 
 from fxremat.compat.configuration import OpOverload
 from fxremat.errors import VerificationFailed
-from fxremat.runtime.inplace import IN_PLACE, addmm_into, baddbmm_into
+from fxremat.runtime.kernels import IN_PLACE, addmm_into, baddbmm_into
 from fxremat.verify.predicates import (
     is_dense,
     is_mutating,

@@ -21,8 +21,7 @@ whole calls such as gelu_backward.
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -36,8 +35,8 @@ from fxremat.core.constants import FEW_BIT_GRID, MEASURABLE
 from fxremat.passes.joint_graph import JointGraph, Role, is_repeatable, is_tensor, is_view
 from fxremat.passes.materialisation import is_fusable, is_reduction
 from fxremat.passes.nodes import Add, fake, laid_out_like
+from fxremat.passes.variants.insertion import Rule, Site, StandIns
 from fxremat.passes.variants.packed_bits import pack, unpack
-from fxremat.passes.variants.rule import Rule, Site, StandIns
 from fxremat.passes.variants.saved_values import (
     Inserter,
     as_dtype,
@@ -45,7 +44,6 @@ from fxremat.passes.variants.saved_values import (
     is_float,
     is_large,
     made_in_forward,
-    positions,
 )
 from fxremat.runtime.quantised import exact
 
@@ -65,10 +63,9 @@ def _is_elementwise(node: fx.Node) -> bool:
         return False
     if not isinstance(node.target, OpOverload) or not is_repeatable(node, frozenset()):
         return False
-    if fake(node).dim() == 0 and is_fusable(node) and not node.all_input_nodes:
-        return True
-    pointwise = torch.Tag.pointwise in node.target.tags
-    return pointwise or node.target is _PRIMS.convert_element_type.default
+    is_number = fake(node).dim() == 0 and is_fusable(node) and not node.all_input_nodes
+    is_pointwise = torch.Tag.pointwise in node.target.tags
+    return is_number or is_pointwise or node.target is _PRIMS.convert_element_type.default
 
 
 @dataclass(frozen=True)
@@ -111,44 +108,22 @@ class _Factor:
 
 
 def _narrowings(
-    starts: Collection[fx.Node],
-    place: Mapping[fx.Node, int],
-    sources: Callable[[fx.Node], Iterable[fx.Node] | None],
+    starts: Iterable[fx.Node], sources: Callable[[fx.Node], Iterable[fx.Node] | None]
 ) -> Iterator[fx.Node]:
     """Nodes that all of ``starts`` follow from, nearest first; it ends where there are no sources.
 
     Nodes are taken from the last to the first; where one alone waits, all paths go through it.
     """
-    waiting = [(-place[node], node.name, node) for node in starts]
-    heapq.heapify(waiting)
-    seen = set(starts)
+    waiting, seen = set(starts), set(starts)
     while waiting:
+        last = max(waiting)
         if len(waiting) == 1:
-            yield waiting[0][2]
-        found = sources(heapq.heappop(waiting)[2])
+            yield last
+        found = sources(last)
         if found is None:
             return
-        for source in found:
-            if source not in seen:
-                seen.add(source)
-                heapq.heappush(waiting, (-place[source], source.name, source))
-
-
-def _cuts(
-    factors: tuple[fx.Node, ...], shape: torch.Size, place: Mapping[fx.Node, int]
-) -> Iterator[tuple[fx.Node, tuple[fx.Node, ...]]]:
-    """Nodes that all of ``factors`` follow from, nearest first, with what lies between."""
-    inside: dict[fx.Node, None] = {}
-
-    def sources(node: fx.Node) -> list[fx.Node] | None:
-        if not _is_elementwise(node) or (fake(node).dim() and fake(node).shape != shape):
-            return None
-        numbers = [source for source in node.all_input_nodes if _is_number(source)]
-        inside.update(dict.fromkeys((node, *numbers)))
-        return [source for source in node.all_input_nodes if source not in numbers]
-
-    for node in _narrowings(set(factors), place, sources):
-        yield node, tuple(sorted(inside, key=place.__getitem__))
+        waiting = (waiting - {last}) | (set(found) - seen)
+        seen |= waiting
 
 
 def _is_number(node: fx.Node) -> bool:
@@ -156,17 +131,17 @@ def _is_number(node: fx.Node) -> bool:
     return _is_elementwise(node) and fake(node).dim() == 0 and not node.all_input_nodes
 
 
-def _coarse_grid() -> torch.Tensor:
-    return torch.linspace(-REACH, REACH, 101, dtype=torch.float64)
+def _grid(points: int = 101) -> torch.Tensor:
+    return torch.linspace(-REACH, REACH, points, dtype=torch.float64)
 
 
 def _is_linear(factor: _Factor) -> bool:
     """Whether the gradient is multiplied by f: tried out, as precise as its dtype is."""
-    one = factor(_coarse_grid())
+    one = factor(_grid())
     slack = 8 * torch.finfo(fake(factor.region.last).dtype).eps
     near = slack * float(one.abs().max())
     return all(
-        torch.allclose(factor(_coarse_grid(), scale), one * scale, rtol=slack, atol=near)
+        torch.allclose(factor(_grid(), scale), one * scale, rtol=slack, atol=near)
         for scale in (0.0, -1.0, 3.5)
     )
 
@@ -179,21 +154,29 @@ def _is_flat_outside(factor: _Factor) -> bool:
     far = torch.tensor([-4.0, -2.0, -1.25, -1.0, 1.0, 1.25, 2.0, 4.0], dtype=torch.float64) * REACH
     found = factor(far)
     ends = torch.where(far < 0, found[3], found[4])
-    near = (found - ends).abs() <= MEASURABLE * factor(_coarse_grid()).abs().max()
+    near = (found - ends).abs() <= MEASURABLE * factor(_grid()).abs().max()
     return bool(near.all()) and bool(found.isfinite().all())
 
 
-def _function(region: _Region, joint: JointGraph, place: Mapping[fx.Node, int]) -> _Factor | None:
+def _function(region: _Region, joint: JointGraph) -> _Factor | None:
     """f as a function of the nearest fitting value of the forward; None without one."""
-    shape = fake(region.last).shape
-    for x, inside in _cuts(region.factors, shape, place):
+    shape, inside = fake(region.last).shape, dict[fx.Node, None]()
+
+    def sources(node: fx.Node) -> list[fx.Node] | None:
+        if not _is_elementwise(node) or (fake(node).dim() and fake(node).shape != shape):
+            return None
+        numbers = [source for source in node.all_input_nodes if _is_number(source)]
+        inside.update(dict.fromkeys((node, *numbers)))
+        return [source for source in node.all_input_nodes if source not in numbers]
+
+    for x in _narrowings(region.factors, sources):
         if fake(x).dtype == torch.bool:  # a mask: `packed_bits` saves it exactly
             return None
         if not made_in_forward(joint, x) or fake(x).shape != shape or not inside:
             continue
         if not is_float(x) or x.target is _PRIMS.convert_element_type.default:
             continue
-        factor = _Factor(x, inside, region)
+        factor = _Factor(x, tuple(sorted(inside)), region)
         with outside_fake_mode():
             if has_order(x) and _is_flat_outside(factor) and _is_linear(factor):
                 return factor
@@ -203,11 +186,7 @@ def _function(region: _Region, joint: JointGraph, place: Mapping[fx.Node, int]) 
 # --- sites -------------------------------------------------------------------------------
 
 
-def _is_late(joint: JointGraph, node: fx.Node) -> bool:
-    return joint.role[node] is Role.BACKWARD
-
-
-def _regions(joint: JointGraph, last: fx.Node, place: Mapping[fx.Node, int]) -> Iterator[_Region]:
+def _regions(joint: JointGraph, last: fx.Node) -> Iterator[_Region]:
     """What lies between one gradient and ``last``, where that is all elementwise; small ones first.
 
     No node inside is read from outside.
@@ -220,11 +199,11 @@ def _regions(joint: JointGraph, last: fx.Node, place: Mapping[fx.Node, int]) -> 
         if not alone or not _is_elementwise(node) or fake(node).shape != fake(last).shape:
             return None
         inside.append(node)
-        late = [source for source in node.all_input_nodes if _is_late(joint, source)]
+        late = [n for n in node.all_input_nodes if joint.role[n] is Role.BACKWARD]
         others.update(dict.fromkeys(n for n in node.all_input_nodes if n not in late))
         return late
 
-    for gradient in _narrowings([last], place, sources):
+    for gradient in _narrowings([last], sources):
         factors = tuple(n for n in others if not _is_number(n))
         numbers = tuple(n for n in others if _is_number(n))
         is_like = is_tensor(gradient) and fake(gradient).shape == fake(last).shape
@@ -242,7 +221,7 @@ class _Product:
     def table(self, bits: int) -> Steps:
         if bits not in self.tables:
             with outside_fake_mode():
-                grid = torch.linspace(-REACH, REACH, POINTS, dtype=torch.float64)
+                grid = _grid(POINTS)
                 steps = optimal_steps(grid, self.function(grid), 2**bits)
                 steps = refined(steps, grid, self.function)
                 dtype = fake(self.function.x).dtype  # what the values are compared in
@@ -282,18 +261,14 @@ def planes_of(add: Add, x: fx.Node, boundaries: Sequence[float]) -> list[fx.Node
 
 
 def derivative(
-    add: Add,
-    planes: Sequence[fx.Node],
-    levels: Sequence[float],
-    like: torch.Tensor,
+    add: Add, planes: Sequence[fx.Node], levels: Sequence[float], like: torch.Tensor
 ) -> fx.Node:
     bits = [unpack(add, plane, like) for plane in planes]
 
     def chosen(among: Sequence[float], known: Sequence[fx.Node]) -> fx.Node:
         if not known:
-            return add(
-                _ATEN.full.default, [], among[0], dtype=exact(like.dtype), device=like.device
-            )
+            kind = {"dtype": exact(like.dtype), "device": like.device}
+            return add(_ATEN.full.default, [], among[0], **kind)
         half = 2 ** (len(known) - 1)
         low = chosen(among[:half], known[:-1])
         if len(among) <= half:
@@ -305,16 +280,14 @@ def derivative(
 
 def products(joint: JointGraph) -> list[_Product]:
     """Every product of a gradient and a function of one value, as large as it can be."""
-    place = positions(joint)
     found: list[_Product] = []
     inside: set[fx.Node] = set()
     for last in reversed(joint.module.graph.nodes):
-        if last in inside or last.op != "call_function" or not _is_late(joint, last):
+        is_late = last.op == "call_function" and joint.role[last] is Role.BACKWARD
+        if last in inside or not is_late or not is_large(last) or not is_float(last):
             continue
-        if not is_tensor(last) or not is_large(last) or not is_float(last):
-            continue
-        for region in reversed(list(_regions(joint, last, place))):
-            function = _function(region, joint, place)
+        for region in reversed(list(_regions(joint, last))):
+            function = _function(region, joint)
             if function is not None:
                 found.append(_Product(function))
                 inside.update(region.nodes)

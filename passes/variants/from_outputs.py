@@ -33,7 +33,7 @@ from torch import fx
 
 from fxremat.passes.joint_graph import JointGraph, Role, is_tensor, is_view, root
 from fxremat.passes.nodes import Add, fake
-from fxremat.passes.variants.rule import Rule, Site, StandIns
+from fxremat.passes.variants.insertion import Rule, Site, StandIns
 from fxremat.passes.variants.saved_values import Inserter
 
 _ATEN = torch.ops.aten
@@ -57,12 +57,10 @@ def _first_reader(joint: JointGraph, output: fx.Node, rebuilt: Iterable[fx.Node]
     None where nobody in the backward reads them, or somebody does before the output is there, or
     where the output is not kept: nobody in the backward reads that.
     """
-    place = {node: index for index, node in enumerate(joint.module.graph.nodes)}
-    readers = [user for node in rebuilt for user in _late_readers(joint, node)]
-    if not readers or not _is_kept(joint, output):
+    first = min((user for node in rebuilt for user in _late_readers(joint, node)), default=None)
+    if first is None or not _is_kept(joint, output):
         return None
-    first = min(readers, key=place.__getitem__)
-    return first if place[first] > place[output] else None
+    return first if first > output else None
 
 
 Rebuild = Callable[[Add, fx.Node], fx.Node]
@@ -77,18 +75,19 @@ _UNDO = {
 
 
 @dataclass(frozen=True)
-class _Norm:
-    """The steps back from the output of a norm; ``read`` are the nodes that get stand-ins.
+class _WayBack:
+    """What is made from an output: of an activation, what its derivative needs (``activated``).
 
-    ``activated`` are an activation's own: its input, if it is read, and what its derivative needs.
+    Then the steps back from that of a norm, from behind a leaky ReLU if there is one; ``read`` are
+    the nodes on the way that get stand-ins.
     """
 
     output: fx.Node
     first_reader: fx.Node
-    steps: tuple[Step, ...]
-    read: frozenset[fx.Node]
+    activated: tuple[tuple[fx.Node, Rebuild], ...]
     leaky: _Leaky | None = None
-    activated: tuple[tuple[fx.Node, Rebuild], ...] = ()
+    steps: tuple[Step, ...] = ()
+    read: frozenset[fx.Node] = frozenset()
 
     def insert(self, graph: fx.Graph, where: Mapping[fx.Node, fx.Node]) -> StandIns:
         output, reader = where[self.output], where[self.first_reader]
@@ -143,16 +142,12 @@ def _norm(output: fx.Node) -> tuple[list[Step], bool]:
     return (steps if divided else []), scaled
 
 
-def _is_step_of(user: fx.Node, node: fx.Node) -> bool:
-    found = _step(user)
-    return found is not None and found[0] is node
-
-
 def _find_norms(rule: str, want_scaled: bool, joint: JointGraph) -> Iterator[Site]:
     for output in joint.module.graph.nodes:
         if output.op != "call_function" or joint.role[output] is not Role.FORWARD:
             continue
-        if any(joint.role.get(u) is Role.FORWARD and _is_step_of(u, output) for u in output.users):
+        steps_on = (_step(u) for u in output.users if joint.role.get(u) is Role.FORWARD)
+        if any(found is not None and found[0] is output for found in steps_on):
             continue
         leaky = _leaky(output)
         steps, scaled = _norm(output if leaky is None else leaky.input)
@@ -166,8 +161,8 @@ def _find_norms(rule: str, want_scaled: bool, joint: JointGraph) -> Iterator[Sit
             read.append(leaky.input)
         first = _first_reader(joint, output, [*read, *masks])
         if first is not None:
-            norm = _Norm(output, first, tuple(needed), frozenset(read), leaky, activated)
-            yield Site(rule, f"{rule}:{output.name}", norm.insert)
+            way = _WayBack(output, first, activated, leaky, tuple(needed), frozenset(read))
+            yield Site(rule, f"{rule}:{output.name}", way.insert)
 
 
 # --- activations -------------------------------------------------------------------------
@@ -197,20 +192,6 @@ def _leaky(output: fx.Node) -> _Leaky | None:
     return _Leaky(x, slope) if same else None  # type: ignore[arg-type]
 
 
-@dataclass(frozen=True)
-class _Activation:
-    """What the backward reads, and how it is made from the output."""
-
-    output: fx.Node
-    first_reader: fx.Node
-    rebuild: tuple[tuple[fx.Node, Rebuild], ...]
-
-    def insert(self, graph: fx.Graph, where: Mapping[fx.Node, fx.Node]) -> StandIns:
-        output, reader = where[self.output], where[self.first_reader]
-        add = Inserter(graph, output, reader, reader).late
-        return {where[old]: make(add, output) for old, make in self.rebuild}
-
-
 def _is_same(node: Any, x: fx.Node) -> bool:
     if isinstance(node, fx.Node) and node.target is _ATEN.mul.Tensor and node.args[1] == 1:
         node = node.args[0]
@@ -238,10 +219,6 @@ def _exp_of_elu(scale: float, add: Add, y: fx.Node) -> fx.Node:
     return add(_ATEN.where.self, add(_ATEN.gt.Scalar, y, 0), add(_ATEN.exp.default, y), low)
 
 
-def _exp_of_softplus(add: Add, y: fx.Node) -> fx.Node:
-    return add(_ATEN.expm1.default, y)
-
-
 def _exp_from(output: fx.Node, x: fx.Node) -> Rebuild | Literal["no exponential"] | None:
     """How exp(x) comes from the output of an activation of x; None if it is none that we know."""
     mask, above, below = output.args
@@ -251,7 +228,8 @@ def _exp_from(output: fx.Node, x: fx.Node) -> Rebuild | Literal["no exponential"
     if mask.args[1] == 20 and _calls(below, _ATEN.log1p.default):
         inner = below.args[0]
         exact = fake(output).dtype == torch.float32 and _calls(inner, _ATEN.exp.default)
-        return _exp_of_softplus if exact and _is_same(inner.args[0], x) else None  # type: ignore[union-attr]
+        fits = exact and _is_same(inner.args[0], x)  # type: ignore[union-attr]
+        return (lambda add, y: add(_ATEN.expm1.default, y)) if fits else None
     inner, scale = _scaled(below)
     if mask.args[1] != 0 or scale <= 0:
         return None
@@ -287,15 +265,12 @@ def _find_activations(joint: JointGraph) -> Iterator[Site]:
         rebuild = _rebuilt(joint, output)
         first = _first_reader(joint, output, [node for node, _ in rebuild])
         if first is not None:
-            found = _Activation(output, first, tuple(rebuild))
-            yield Site(_ACTIVATION, f"{_ACTIVATION}:{output.name}", found.insert)
+            way = _WayBack(output, first, tuple(rebuild))
+            yield Site(_ACTIVATION, f"{_ACTIVATION}:{output.name}", way.insert)
 
 
-_EXACT, _SCALED, _ACTIVATION = (
-    "norm_from_output",
-    "scaled_norm_from_output",
-    "activation_from_output",
-)
+_EXACT, _SCALED = "norm_from_output", "scaled_norm_from_output"
+_ACTIVATION = "activation_from_output"
 RULES: tuple[Rule, ...] = (
     Rule(
         _EXACT,

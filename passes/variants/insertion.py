@@ -1,8 +1,13 @@
-"""Variants put beside the ops of a joint graph, to choose from; and taken, once chosen.
+"""Operator variants: rules, put beside the ops of a joint graph to choose from, and taken.
 
     h ── gelu ── y ── mm            h ── gelu ── y ── mm            h ── other ── y' ── mm
                                     h ── other ── y'
     the graph                       inserted                        taken
+
+A `Site` of a `Rule` names nodes of the graph and can put other nodes beside them that compute the
+same. Nothing that is there changes: who reads what is decided later, by the plan. A *stand-in* is a
+new node that may be read in place of an old one: y' of y. Sites that name the same old node exclude
+one another: at most one of them is taken.
 
 A reader reads the stand-in in place of the old node, unless the stand-in is computed from that
 reader. A stand-in of the backward is read in the backward alone. Nodes that nobody needs once
@@ -33,7 +38,39 @@ from fxremat.passes.joint_graph import (
     read_joint_graph,
 )
 from fxremat.passes.nodes import Ancestry
-from fxremat.passes.variants.rule import Rule, Site
+
+StandIns = dict[fx.Node, fx.Node]
+
+
+@dataclass(frozen=True)
+class Site:
+    """One occurrence of a rule, as one variant.
+
+    ``name`` is unique in the graph, and the same in every run. ``insert`` puts the new nodes in,
+    with ``meta["val"]``, where everything they read has been computed, and returns the stand-ins:
+    sizes, strides and dtypes of old and new are the same. It may be given a copy of the graph:
+    the second argument says which node there is which of the nodes that `find` was given.
+    """
+
+    rule: str
+    name: str
+    insert: Callable[[fx.Graph, Mapping[fx.Node, fx.Node]], StandIns]
+    backward_only: bool = False
+    """Whether the stand-ins are for readers in the backward alone, and computed for these."""
+    spares: fx.Node | None = None
+    """The call whose workspace is all that the variant saves, if it is that."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A row of the table of variants. ``line`` says in one line what it is, for the user."""
+
+    name: str
+    line: str
+    find: Callable[[JointGraph], Iterable[Site]]
+    lossy: bool = False
+    by_default: bool = True
+    """Whether it is tried where no rules are named."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +88,6 @@ class InsertedVariant:
     forward_readers: frozenset[fx.Node]
     """Old readers that run in the forward."""
 
-    def replaces(self, reader: fx.Node, old: fx.Node) -> bool:
-        return self.read_by(reader, old) is not old
-
     def read_by(self, reader: fx.Node, source: fx.Node) -> fx.Node:
         """What ``reader`` reads in place of ``source``."""
         new = self.stand_ins.get(source)
@@ -69,7 +103,7 @@ class InsertedVariant:
         """(old node, reader) for all readers that read a stand-in; results of the graph apart."""
         for old in self.stand_ins:
             for reader in old.users:
-                if reader.op != "output" and self.replaces(reader, old):
+                if reader.op != "output" and self.read_by(reader, old) is not old:
                     yield old, reader
 
     def result(self, old: fx.Node, of_forward: bool) -> fx.Node:
@@ -94,9 +128,7 @@ class GraphWithVariants:
 
 
 def find_sites(
-    joint: JointGraph,
-    rules: Sequence[Rule],
-    workspace: Callable[[fx.Node], int] = lambda call: 0,
+    joint: JointGraph, rules: Sequence[Rule], workspace: Callable[[fx.Node], int] = lambda call: 0
 ) -> tuple[Site, ...]:
     """The sites where the rules fit and may matter for the peak; their names are unique.
 
@@ -136,7 +168,16 @@ def insert_all(joint: JointGraph, sites: Iterable[Site]) -> GraphWithVariants:
     inserting = _Inserting(module.graph, copies, role, returned)
     inserted = tuple(map(inserting.insert, sites))
     module.graph.lint()
-    return GraphWithVariants(_copied(joint, module, copies, role), inserted)
+    copied = replace(
+        joint,
+        module=module,
+        role=role,
+        primals=tuple(copies[node] for node in joint.primals),
+        tangents=tuple(copies[node] for node in joint.tangents),
+        results=tuple(copies[r] if isinstance(r, fx.Node) else r for r in joint.results),
+        mutated=frozenset(copies[node] for node in joint.mutated),
+    )
+    return GraphWithVariants(copied, inserted)
 
 
 def take(joint: JointGraph, sites: Sequence[Site]) -> JointGraph:
@@ -170,22 +211,6 @@ def take_with_inserted(
     module = offered.joint.module
     module.recompile()
     return read_joint_graph(module, joint.num_forward_outputs), offered.inserted
-
-
-def _copied(
-    joint: JointGraph, module: fx.GraphModule, copies: Mapping[fx.Node, fx.Node],
-    role: dict[fx.Node, Role],
-) -> JointGraph:  # fmt: skip
-    results = tuple(copies[r] if isinstance(r, fx.Node) else r for r in joint.results)
-    return replace(
-        joint,
-        module=module,
-        role=role,
-        primals=tuple(copies[node] for node in joint.primals),
-        tangents=tuple(copies[node] for node in joint.tangents),
-        results=results,
-        mutated=frozenset(copies[node] for node in joint.mutated),
-    )
 
 
 class _Inserting:
@@ -273,8 +298,8 @@ class _Inserting:
         calls = [node for node in nodes if node.op == "call_function"]
         forward = [node for node in calls if role[node] is Role.FORWARD]
         backward = [node for node in calls if role[node] is Role.BACKWARD]
-        self.last = max([*forward, *([] if self.last is None else [self.last])], default=None)
-        self.first = min([*backward, *([] if self.first is None else [self.first])], default=None)
+        self.last = max(filter(None, (self.last, *forward)), default=None)
+        self.first = min(filter(None, (self.first, *backward)), default=None)
 
 
 def _move_to_readers(nodes: Sequence[fx.Node]) -> None:

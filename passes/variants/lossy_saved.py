@@ -26,9 +26,10 @@ saved bytes. Sites are products of which nothing else in the backward reads X.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -37,9 +38,8 @@ from torch import fx
 from fxremat.passes.joint_graph import JointGraph, Role, is_view
 from fxremat.passes.nodes import Add, fake, packet_of
 from fxremat.passes.variants import few_bit
-from fxremat.passes.variants.rule import Rule, Site, StandIns
+from fxremat.passes.variants.insertion import Rule, Site, StandIns
 from fxremat.passes.variants.saved_values import (
-    Decode,
     Inserter,
     Saved,
     as_dtype,
@@ -48,6 +48,7 @@ from fxremat.passes.variants.saved_values import (
     is_float,
     is_large,
     laid_out,
+    rule_of_form,
     saved_values,
 )
 from fxremat.runtime import quantised
@@ -118,8 +119,7 @@ def _finished(add: Add, rows: fx.Node, value: fx.Node) -> fx.Node:
 
 def _codes_of_4(add: Add, packed: fx.Node) -> fx.Node:
     shifts = add(_ATEN.mul.Tensor, counting(add, 2, torch.uint8, packed), 4)
-    column = add(_ATEN.unsqueeze.default, packed, -1)
-    both = add(_ATEN.bitwise_right_shift.Tensor, column, shifts)
+    both = add(_ATEN.bitwise_right_shift.Tensor, _column(add, packed), shifts)
     codes = add(_ATEN.bitwise_and.Scalar, both, 15)
     return add(_ATEN.reshape.default, codes, [-1, quantised.BLOCK])
 
@@ -148,24 +148,9 @@ def through_bf16(inserter: Inserter, value: fx.Node) -> fx.Node:
     return as_dtype(inserter.late, narrow, fake(value).dtype)
 
 
-def _form(
-    name: str,
-    line: str,
-    decode: Decode,
-    accepts: Callable[[fx.Node], bool] = _is_value,
-    *,
-    by_default: bool = True,
-) -> Rule:
-    """A rule that offers one form of every saved value."""
-
-    def find(joint: JointGraph) -> Iterator[Site]:
-        for saved in saved_values(joint, accepts):
-            if is_read_exactly(saved):
-                continue
-            insert = partial(saved.insert, decode=decode)
-            yield Site(name, f"{name}:{saved.value.name}", insert, backward_only=True)
-
-    return Rule(name, line, find, lossy=True, by_default=by_default)
+_form = partial(
+    rule_of_form, accepts=_is_value, fits=lambda saved: not is_read_exactly(saved), lossy=True
+)
 
 
 # --- random matmul -----------------------------------------------------------------------
@@ -203,17 +188,14 @@ def _turned(add: Add, matrix: fx.Node) -> fx.Node:
 
 
 def _is_turned(node: fx.Node) -> bool:
-    if node.target is _ATEN.t.default:
-        return True
-    return node.target is _ATEN.permute.default and list(node.args[1]) == [1, 0]  # type: ignore[arg-type]
+    order: Any = node.args[1] if node.target is _ATEN.permute.default else ()
+    return node.target is _ATEN.t.default or list(order) == [1, 0]
 
 
 def _is_view_of(node: fx.Node, value: fx.Node) -> bool:
-    while node is not value:
-        if not is_view(node):
-            return False
+    while node is not value and is_view(node):
         node = node.all_input_nodes[0]
-    return True
+    return node is value
 
 
 def _weight_gradient(joint: JointGraph, saved: Saved) -> _WeightGradient | None:
@@ -250,8 +232,8 @@ RULES: tuple[Rule, ...] = (
         "saved_4bit", "values saved in 4 bits, by blocks", partial(through_blocks, width=4),
         by_default=False,  # results/variants_convergence.json: a GPT diverged
     ),
-    _form("saved_fp8", "values saved in fp8, scaled by blocks", through_fp8, _is_fp8_value),
-    _form("saved_bf16", "float32 values saved in bfloat16", through_bf16, _is_wide),
+    _form("saved_fp8", "values saved in fp8, scaled by blocks", through_fp8, accepts=_is_fp8_value),
+    _form("saved_bf16", "float32 values saved in bfloat16", through_bf16, accepts=_is_wide),
     few_bit.RULE,
     Rule(
         "random_matmul", "weight gradients from random combinations of rows", find_random_matmuls,

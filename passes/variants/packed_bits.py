@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from math import prod
 
 import torch
@@ -28,8 +27,8 @@ from torch import fx
 from fxremat.core.constants import LOOSE_PACKING
 from fxremat.passes.joint_graph import JointGraph, Role, is_repeatable, is_tensor, is_view
 from fxremat.passes.materialisation import is_fusable
-from fxremat.passes.nodes import Add, fake
-from fxremat.passes.variants.rule import Rule, Site, StandIns
+from fxremat.passes.nodes import Add, copy_calls, fake
+from fxremat.passes.variants.insertion import Rule, Site, StandIns
 from fxremat.passes.variants.saved_values import (
     Inserter,
     as_dtype,
@@ -40,8 +39,7 @@ from fxremat.passes.variants.saved_values import (
     laid_out,
     made_in_forward,
     order_of,
-    positions,
-    saved_values,
+    rule_of_form,
 )
 
 _ATEN = torch.ops.aten
@@ -121,12 +119,6 @@ def _through_bits(inserter: Inserter, mask: fx.Node) -> fx.Node:
     return unpack(inserter.late, pack(inserter.early, mask), fake(mask))
 
 
-def find_packed_masks(joint: JointGraph) -> Iterator[Site]:
-    for saved in saved_values(joint, _is_mask):
-        insert = partial(saved.insert, decode=_through_bits)
-        yield Site("packed_masks", f"packed_masks:{saved.value.name}", insert, backward_only=True)
-
-
 # --- masks that only the backward computes -----------------------------------------------
 
 
@@ -143,9 +135,7 @@ class _Comparison:
         mask, last = where[self.mask], where[self.last_read]
         inserter = Inserter(graph, last, mask, mask)
         new: dict[fx.Node, fx.Node] = {}
-        for old in map(where.__getitem__, self.cone):
-            args, kwargs = fx.map_arg((old.args, old.kwargs), lambda n: new.get(n, n))
-            new[old] = inserter.early(old.target, *args, **kwargs)
+        copy_calls(inserter.early, map(where.__getitem__, self.cone), new)
         packed = pack(inserter.early, new[mask])
         with graph.inserting_after(mask):
             late = Inserter(graph, last, mask.next, mask).late
@@ -182,26 +172,23 @@ def _is_last_mask(joint: JointGraph, node: fx.Node) -> bool:
     )
 
 
-def _is_float_of_forward(node: fx.Node) -> bool:
-    return node.op == "call_function" and is_tensor(node) and fake(node).is_floating_point()
-
-
 def find_sign_masks(joint: JointGraph) -> Iterator[Site]:
-    place = positions(joint)
     for mask in joint.module.graph.nodes:
         if mask.op != "call_function" or not _is_last_mask(joint, mask) or not has_order(mask):
             continue
-        found = _cone(joint, mask)
-        if found is None or not any(map(_is_float_of_forward, found[1])):
-            continue
-        inside, reads = found
-        last = max((r for r in reads if r.op == "call_function"), key=place.__getitem__)
-        cone = tuple(sorted(inside, key=place.__getitem__))
-        comparison = _Comparison(mask, cone, last)
-        yield Site("sign_masks", f"sign_masks:{mask.name}", comparison.insert)
+        inside, reads = _cone(joint, mask) or (set(), set())
+        calls = [node for node in reads if node.op == "call_function"]
+        if any(is_tensor(node) and fake(node).is_floating_point() for node in calls):
+            comparison = _Comparison(mask, tuple(sorted(inside)), max(calls))
+            yield Site("sign_masks", f"sign_masks:{mask.name}", comparison.insert)
 
 
 RULES: tuple[Rule, ...] = (
-    Rule("packed_masks", "masks saved for the backward in one bit an element", find_packed_masks),
+    rule_of_form(
+        "packed_masks",
+        "masks saved for the backward in one bit an element",
+        _through_bits,
+        _is_mask,
+    ),
     Rule("sign_masks", "comparisons of the backward done early, one bit saved", find_sign_masks),
 )

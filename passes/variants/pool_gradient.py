@@ -21,18 +21,18 @@ the input need not be kept for it any more.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial, reduce
 from typing import Any
 
 import torch
 from torch import fx
 
-from fxremat.compat.sizes import size_bound
-from fxremat.passes.joint_graph import STORED, JointGraph, is_view, root
-from fxremat.passes.materialisation import MOST_INLINED_OPS
-from fxremat.passes.nodes import adder, fake
-from fxremat.passes.variants.rule import Rule, Site, StandIns
+from fxremat.passes.joint_graph import STORED, JointGraph, root
+from fxremat.passes.materialisation import MOST_INLINED_OPS, users_through_views
+from fxremat.passes.nodes import Add, adder, fake, shape_of
+from fxremat.passes.variants.insertion import Rule, Site, StandIns
 
 _ATEN, _PRIMS = torch.ops.aten, torch.ops.prims
 
@@ -72,13 +72,8 @@ class _Pool:
     def insert(self, graph: fx.Graph, copies: Mapping[fx.Node, fx.Node]) -> StandIns:
         old = copies[self.result]
         with graph.inserting_before(old):
-            return {old: _gather(graph, self, copies[self.offsets], copies[self.gradients], old)}
-
-
-def _integers(values: object) -> list[int]:
-    """The numbers, or nothing where one is only known when the graph runs."""
-    known = isinstance(values, Sequence) and all(isinstance(value, int) for value in values)
-    return [*values] if known else []  # type: ignore[misc]
+            call = adder(graph, old)
+            return {old: _gather(call, self, copies[self.offsets], copies[self.gradients])}
 
 
 def _scattered(node: fx.Node) -> tuple[Any, Any] | None:
@@ -104,48 +99,33 @@ def _read(node: fx.Node) -> _Pool | None:
     if indices.target is not _PRIMS._low_memory_max_pool_offsets_to_indices.default:
         return None
     offsets, *rest = indices.args
-    kernel, size, stride, padding, dilation = map(_integers, rest)
-    known = all(len(each) == 2 for each in (kernel, size, stride, padding, dilation))
-    if not known or any(step != 1 for step in dilation) or not isinstance(offsets, fx.Node):
+    numbers: list[Any] = [each if isinstance(each, Sequence) else () for each in rest]
+    known = all(len(each) == 2 and all(type(n) is int for n in each) for each in numbers)
+    if not known or not isinstance(offsets, fx.Node):
         return None
-    shape = [size_bound(each) for each in fake(offsets).shape]
-    if not all(isinstance(each, int) for each in fake(offsets).shape) or len(shape) != 4:
+    kernel, size, stride, padding, dilation = numbers
+    shape = shape_of(offsets)
+    if any(step != 1 for step in dilation) or shape is None or len(shape) != 4:
         return None
-    axes = tuple(map(_Axis, size, shape[2:], kernel, stride, padding))
-    if 2 * axes[0].windows * axes[1].windows > MOST_INLINED_OPS or len(axes) != 2:
+    down, across = map(_Axis, size, shape[2:], kernel, stride, padding)
+    if 2 * down.windows * across.windows > MOST_INLINED_OPS:
         return None
-    return _Pool(node, _narrowed(node), offsets, gradients, (axes[0], axes[1]))
+    return _Pool(node, _narrowed(node), offsets, gradients, (down, across))
 
 
 def _narrowed(node: fx.Node) -> fx.Node:
     """The node in fewer bytes, if that is all that anybody reads."""
-    last = node
-    while len(last.users) == 1 and is_view(next(iter(last.users))):
-        last = next(iter(last.users))
-    only = next(iter(last.users)) if len(last.users) == 1 else node
+    readers = users_through_views(node)
+    only = readers[0] if len(readers) == 1 else node
     is_cast = only.target is _PRIMS.convert_element_type.default
     return only if is_cast and fake(only).itemsize < fake(node).itemsize else node
 
 
-def _is_real(
-    call: Callable[..., fx.Node], axis: _Axis, window: fx.Node, offset: fx.Node
-) -> fx.Node:
-    """Whether there is a window of this number, and the place lies in it."""
-    real: fx.Node = call(_ATEN.ge.Scalar, window, 0)
-    for bound in (
-        call(_ATEN.lt.Scalar, window, axis.results),
-        call(_ATEN.lt.Scalar, offset, axis.kernel),
-    ):
-        real = call(_ATEN.logical_and.default, real, bound)
-    return real
+def _gather(call: Add, pool: _Pool, offsets: fx.Node, gradients: fx.Node) -> fx.Node:
+    device = fake(offsets).device
+    both = partial(call, _ATEN.logical_and.default)
 
-
-def _gather(
-    graph: fx.Graph, pool: _Pool, offsets: fx.Node, gradients: fx.Node, like: fx.Node
-) -> fx.Node:
-    device, call = fake(offsets).device, adder(graph, like)
-
-    def windows(axis: _Axis, column: bool) -> Iterator[tuple[fx.Node, fx.Node, fx.Node | None]]:
+    def windows(axis: _Axis, column: bool) -> Iterator[tuple[Any, ...]]:
         """Of each window, first to last: its place, what its offset is, whether there is one.
 
         None where there is one for every element.
@@ -161,15 +141,15 @@ def _gather(
             offset = call(_ATEN.sub.Tensor, place, start)
             real = None
             if not axis.is_tiled:
-                real = _is_real(call, axis, window, offset)
+                real = reduce(both, (call(_ATEN.ge.Scalar, window, 0),
+                                     call(_ATEN.lt.Scalar, window, axis.results),
+                                     call(_ATEN.lt.Scalar, offset, axis.kernel)))  # fmt: skip
                 first = call(_ATEN.full.default, [], 0, dtype=torch.int64, device=device)
                 window = call(_ATEN.where.self, real, window, first)
-            found = (window, offset, real)
-            yield (
-                tuple(each and call(_ATEN.unsqueeze.default, each, 1) for each in found)  # type: ignore[misc]
-                if column
-                else found
-            )
+            found: tuple[Any, ...] = window, offset, real
+            if column:
+                found = tuple(each and call(_ATEN.unsqueeze.default, each, 1) for each in found)
+            yield found
 
     scattered = call(_ATEN.view.default, gradients, list(fake(offsets).shape))
     rows, columns = (list(windows(axis, not n)) for n, axis in enumerate(pool.axes))
@@ -181,10 +161,9 @@ def _gather(
             own = call(_ATEN.add.Tensor, place, across)
             given = call(_ATEN.index.Tensor, offsets, at)
             given = call(_PRIMS.convert_element_type.default, given, torch.int64)
-            mine = call(_ATEN.eq.Tensor, given, own)
-            for real in (is_row, is_column):
-                if real is not None:
-                    mine = call(_ATEN.logical_and.default, mine, real)
+            mine = reduce(
+                both, filter(None, (is_row, is_column)), call(_ATEN.eq.Tensor, given, own)
+            )
             found = call(_ATEN.index.Tensor, scattered, at)
             zero = call(_ATEN.full.default, [], 0, dtype=fake(gradients).dtype, device=device)
             term = call(_ATEN.where.self, mine, found, zero)

@@ -16,8 +16,9 @@ in some order of the dimensions, so that a stand-in has the strides of what it s
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,11 +34,11 @@ from fxremat.passes.joint_graph import (
     is_put,
     is_tensor,
     is_view,
-    root,
+    reached,
 )
 from fxremat.passes.materialisation import is_fusable, materialise
-from fxremat.passes.nodes import Add, add_call, fake
-from fxremat.passes.variants.rule import StandIns
+from fxremat.passes.nodes import Add, add_call, copy_calls, fake
+from fxremat.passes.variants.insertion import Rule, Site, StandIns
 
 Decode = Callable[["Inserter", fx.Node], fx.Node]
 """Given where to add nodes and the old value, adds encode and decode; returns the decoded."""
@@ -144,15 +145,6 @@ def made_in_forward(joint: JointGraph, node: fx.Node) -> bool:
     return joint.role[node] is Role.FORWARD and node.op == "call_function"
 
 
-def positions(joint: JointGraph) -> dict[fx.Node, int]:
-    return {node: index for index, node in enumerate(joint.module.graph.nodes)}
-
-
-def result_roots(joint: JointGraph) -> set[fx.Node]:
-    """Storages that the graph returns: they live to its end anyway."""
-    return {root(node) for node in (*joint.forward_outputs, *joint.backward_outputs)}
-
-
 @dataclass(frozen=True)
 class Saved:
     """A value, what lies between it and its readers in the backward, and the first of these.
@@ -176,9 +168,7 @@ class Saved:
         value = where[self.value]
         inserter = Inserter(graph, value, where[self.first_reader], value)
         new = {value: decode(inserter, value)}
-        for old in map(where.__getitem__, self.between):
-            args, kwargs = fx.map_arg((old.args, old.kwargs), lambda n: new.get(n, n))
-            new[old] = inserter.late(old.target, *args, **kwargs)
+        copy_calls(inserter.late, map(where.__getitem__, self.between), new)
         return {where[node]: new[where[node]] for node in self.read}
 
 
@@ -190,31 +180,14 @@ class _Finder:
     accepts: Callable[[fx.Node], bool]
 
     def __post_init__(self) -> None:
-        self.position = positions(self.joint)
         self.rule = materialise(self.joint, fused=True)
-        self.results = result_roots(self.joint)
+        self.results = self.joint.result_roots()
 
     def is_inner(self, node: fx.Node) -> bool:
         """Whether a node of the forward is computed again by whoever reads it."""
         if is_view(node):
             return node.target is not operator.getitem
         return is_fusable(node) and not self.rule.is_value(node) and is_tensor(node)
-
-    def behind(self, node: fx.Node, inner: Callable[[fx.Node], bool]) -> tuple[set[fx.Node], ...]:
-        """The values that ``node`` is computed from, and the nodes on the way, itself included."""
-        values: set[fx.Node] = set()
-        between: set[fx.Node] = set()
-        stack = [node]
-        while stack:
-            current = stack.pop()
-            if current in between or current in values:
-                continue
-            if current.op == "call_function" and inner(current):
-                between.add(current)
-                stack.extend(current.all_input_nodes)
-            else:
-                values.add(current)
-        return values, between
 
     def origin(self, node: fx.Node) -> tuple[fx.Node | None, set[fx.Node]]:
         """The one large value that ``node`` is made from, and what lies between.
@@ -232,14 +205,19 @@ class _Finder:
         self, node: fx.Node, inner: Callable[[fx.Node], bool]
     ) -> tuple[fx.Node | None, set[fx.Node]]:
         """The one large value behind a node, None where there are more or none; what is between."""
-        values, between = self.behind(node, inner)
-        large = [v for v in values if v.op == "call_function" and is_large(v)]
+
+        def sources(one: fx.Node) -> Sequence[fx.Node]:
+            return one.all_input_nodes if one.op == "call_function" and inner(one) else ()
+
+        found = reached([node], sources)
+        between = {one for one in found if one.op == "call_function" and inner(one)}
+        large = [v for v in found - between if v.op == "call_function" and is_large(v)]
         return large[0] if len(large) == 1 else None, between
 
     def depending(self, between: set[fx.Node], value: fx.Node) -> set[fx.Node]:
         """The nodes among ``between`` that read the value, directly or not."""
         found = {value}
-        for node in sorted(between, key=self.position.__getitem__):
+        for node in sorted(between):
             if any(i in found for i in node.all_input_nodes):
                 found.add(node)
         return found - {value}
@@ -266,7 +244,7 @@ class _Finder:
                 read.setdefault(value, []).append(node)
                 between.setdefault(value, set()).update(inner)
         found = (self.saved(value, between[value], nodes) for value, nodes in read.items())
-        return sorted((s for s in found if s), key=lambda s: self.position[s.value])
+        return sorted((s for s in found if s), key=lambda s: s.value)
 
     def is_offered(self, value: fx.Node) -> bool:
         return (
@@ -279,14 +257,12 @@ class _Finder:
 
     def saved(self, value: fx.Node, between: set[fx.Node], read: list[fx.Node]) -> Saved | None:
         """The value with its readers; None where the forward still reads it behind the first."""
-        nodes = tuple(sorted(between, key=self.position.__getitem__))
-        late = {u for node in read for u in self.readers(node)}
-        readers = tuple(sorted(late, key=self.position.__getitem__))
-        first = readers[0]
+        nodes = tuple(sorted(between))
+        readers = tuple(sorted({u for node in read for u in self.readers(node)}))
         early = [i for n in nodes for i in n.all_input_nodes] + [
-            u for n in read for u in n.users if u not in late and u not in between
+            u for n in read for u in n.users if u not in readers and u not in between
         ]
-        if any(self.position[e] > self.position[first] for e in (*early, *nodes)):
+        if any(one > readers[0] for one in (*early, *nodes)):
             return None
         return Saved(value, nodes, tuple(read), readers)
 
@@ -297,6 +273,24 @@ def is_large(node: fx.Node) -> bool:
 
 def saved_values(joint: JointGraph, accepts: Callable[[fx.Node], bool]) -> list[Saved]:
     return _Finder(joint, accepts).collect()
+
+
+def rule_of_form(
+    name: str,
+    line: str,
+    decode: Decode,
+    accepts: Callable[[fx.Node], bool],
+    fits: Callable[[Saved], bool] = lambda saved: True,
+    **kind: bool,
+) -> Rule:
+    """A rule, of this ``kind``, that offers one form of every saved value that it accepts."""
+
+    def find(joint: JointGraph) -> Iterator[Site]:
+        for saved in filter(fits, saved_values(joint, accepts)):
+            insert = partial(saved.insert, decode=decode)
+            yield Site(name, f"{name}:{saved.value.name}", insert, backward_only=True)
+
+    return Rule(name, line, find, **kind)
 
 
 def is_float(node: fx.Node) -> bool:

@@ -1,8 +1,8 @@
 """The table of operator variants: each row a rule, by name.
 
-A row finds the sites of a joint graph where an op, or several, may take another variant
-(`fxremat.passes.variants.rule`); the planner decides where it does. Exact rows compute the same,
-bit for bit or up to rounding. Lossy rows store something inexactly and are used only if that is
+A row finds the sites of a joint graph where an op, or several, may take another variant (see
+`insertion`); the planner decides where it does. Exact rows compute the same, bit for bit or up to
+rounding. Lossy rows store something inexactly and are used only if that is
 allowed. A row that saves nothing beside the others, or with which training diverged, is tried only
 if it is named, or all are; the row says which figures show it.
 """
@@ -12,16 +12,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from fxremat.passes.variants import (
-    convolution_workspace,
+    convolutions,
     from_outputs,
     lossy_saved,
     packed_bits,
     pool_gradient,
-    split_gradients,
 )
 from fxremat.passes.variants.attention import fused
 from fxremat.passes.variants.chunks import rules
-from fxremat.passes.variants.rule import Rule
+from fxremat.passes.variants.insertion import Rule
 
 ALL = "all"
 """It stands for the names of all rows."""
@@ -30,8 +29,7 @@ RULES: tuple[Rule, ...] = (
     *rules.RULES,
     *fused.RULES,
     *pool_gradient.RULES,
-    *split_gradients.RULES,
-    *convolution_workspace.RULES,
+    *convolutions.RULES,
     *from_outputs.RULES,
     *packed_bits.RULES,
     *lossy_saved.RULES,

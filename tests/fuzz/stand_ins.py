@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from fxremat.compat.joint_graph import module_of
 from fxremat.passes.variants import insertion
-from fxremat.passes.variants.rule import Site
+from fxremat.passes.variants.insertion import Site
 from tests.graphs import with_seeds
 from tests.row_sites import Traced
 from tests.variants import LOSSY, verify

@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 
 from fxremat.compat.compilers import compile_with_aot_eager
 from fxremat.passes.joint_graph import JointGraph
-from fxremat.passes.variants.rule import Site
+from fxremat.passes.variants.insertion import Site
 from fxremat.passes.variants.table import RULES
 from tests import attentions
 from tests.graphs import Function, Net, train

@@ -18,12 +18,14 @@ from hypothesis import given
 from torch import fx
 
 from fxremat.passes.nodes import add_call
-from fxremat.passes.variants.rule import Site
+from fxremat.passes.variants.insertion import Site
 from fxremat.passes.variants.table import RULES
-from fxremat.runtime.chunks import counted_rows, operator
-from fxremat.runtime.chunks.call import RowsCall, pieces
+from fxremat.runtime.chunks import call as rows_call
+from fxremat.runtime.chunks import operator
+from fxremat.runtime.chunks.call import RowsCall
 from fxremat.runtime.chunks.operator import ROWS
 from fxremat.runtime.chunks.program import Ignored, Instruction, Program, dump, parse
+from fxremat.runtime.kernels import pieces
 from tests.examples import FEW, examples
 from tests.fuzz.stand_ins import check_sites
 from tests.fuzz.steps import LAST_WORD, Step, corpus, in_dtype, sites_of, steps
@@ -99,7 +101,7 @@ def test_loops_have_several_turns_and_a_shorter_last() -> None:
 @pytest.mark.parametrize("name", ["words", "masked words"])
 def test_rows_are_left_out(name: str) -> None:
     seen, site = one_site(name, "chunked_loss")
-    with mock.patch.object(counted_rows, "rows_to_run", wraps=counted_rows.rows_to_run) as run:
+    with mock.patch.object(rows_call, "rows_to_run", wraps=rows_call.rows_to_run) as run:
         check_sites(seen, [site])
     assert any(call.args[0] > 0 for call in run.call_args_list)
 

@@ -15,8 +15,7 @@ from fxremat.core.problem import Op, Problem
 from fxremat.errors import VerificationFailed
 from fxremat.passes.joint_graph import JointGraph
 from fxremat.passes.memory_estimation import Estimate
-from fxremat.passes.variants.insertion import GraphWithVariants, find_sites, insert_all
-from fxremat.passes.variants.rule import Rule, Site
+from fxremat.passes.variants.insertion import GraphWithVariants, Rule, Site, find_sites, insert_all
 from fxremat.passes.variants.table import rules_named
 
 log = logging.getLogger(__name__)

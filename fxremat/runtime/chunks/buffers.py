@@ -73,8 +73,15 @@ _REDUCING = frozenset(
 )  # fmt: skip
 
 
-def _out_form(functional: Any) -> Any | None:
-    """The overload with the same arguments that writes into ``out``."""
+@functools.cache
+def out_form(op: str) -> Any | None:
+    """What computes ``op`` into given memory, and allocates nothing; None where there is none.
+
+    It is the overload with the same arguments that writes into ``out``.
+    """
+    if op.split(".")[1] not in _ELEMENTWISE | _REDUCING and op not in MATMULS:
+        return None
+    functional = overload(op)
     packet = functional.overloadpacket
     wanted = [(a.name, str(a.type)) for a in functional._schema.arguments]
     for name in packet.overloads():
@@ -88,13 +95,6 @@ def _out_form(functional: Any) -> Any | None:
 
 def _call_out(form: Any, name: str, *args: Any, out: torch.Tensor, **kwargs: Any) -> Any:
     return form(*args, **kwargs, **{name: out})
-
-
-@functools.cache
-def out_form(op: str) -> Any | None:
-    """What computes ``op`` into given memory, and allocates nothing; None where there is none."""
-    known = op.split(".")[1] in _ELEMENTWISE | _REDUCING or op in MATMULS
-    return _out_form(overload(op)) if known else None
 
 
 def is_elementwise(op: str) -> bool:
@@ -221,13 +221,12 @@ class _Assigner:
     def free(self, slot: int, life: tuple[int, int]) -> bool:
         """Whether nothing else is in the slot during a life."""
         start, end = life
-        for begin, last in self.slots[slot].lives:
-            if end < begin or start > last:
-                continue
-            if start == last and start != begin and self.may_follow(slot, start):
-                continue
-            return False
-        return True
+        return all(
+            end < begin
+            or start > last
+            or (start == last and start != begin and self.may_follow(slot, start))
+            for begin, last in self.slots[slot].lives
+        )
 
     def assign(self, number: int) -> None:
         one, life, outlives = self.program[number], self.life(number), self.outlives(number)
@@ -278,17 +277,15 @@ class _Assigner:
         return (start, start) if copied else (start, end)
 
     def size_of_loose(self, loose: list[int]) -> tuple[tuple[int, int], ...]:
-        found = []
+        found, lives = [], {n: self.life_of_loose(n) for n in loose}
         for at, number in enumerate(self.order):
             if self.stages[self.stage_of[number]].of_chunk:
                 continue  # what outlives its stage has a slot; what a call takes is counted apart
-            alive = [n for n in loose if self.life_of_loose(n)[0] <= at]
-            alive = [n for n in alive if at <= self.life_of_loose(n)[1]]
-            sizes = [self.program[n] for n in alive]
-            fixed = bytes_for_numbers(self.program, self.program[number])
             now = self.program[number]
-            sizes += [now] if now.op in _WITH_TEMPORARY else []
-            found.append((sum(one.numel * one.dtype.itemsize for one in sizes), fixed))
+            alive = [self.program[n] for n, (begin, end) in lives.items() if begin <= at <= end]
+            alive += [now] if now.op in _WITH_TEMPORARY else []
+            of_row = sum(one.numel * one.dtype.itemsize for one in alive)
+            found.append((of_row, bytes_for_numbers(self.program, now)))
         return tuple(dict.fromkeys(found))
 
 

@@ -14,15 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from math import prod
 from typing import Any
 
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from fxremat.runtime import kernels
-from fxremat.runtime.chunks.call import pieces
-from fxremat.runtime.kernels import Inside, LibraryCall
+from fxremat.runtime.kernels import Inside, LibraryCall, define, pieces
 
 _ATEN = torch.ops.aten
 
@@ -43,63 +42,41 @@ def _asked_for(algorithm: str) -> Iterator[None]:
             cudnn.enabled, cudnn.deterministic = before
 
 
-def _parts(count: int, images: int) -> list[slice]:
-    return [slice(*ends) for ends in pieces(count, images)]
+def _put(
+    whole: torch.Tensor | None, count: int, at: tuple[int, int], part: torch.Tensor
+) -> torch.Tensor:
+    """The results of ``count`` images, those of a part put in; laid out as these are."""
+    if whole is None:
+        shape = (count, *part.shape[1:])
+        form = torch.contiguous_format
+        if not part.is_contiguous() and part.dim() in (4, 5):
+            form = torch.channels_last if part.dim() == 4 else torch.channels_last_3d
+        whole = torch.empty(shape, dtype=part.dtype, device=part.device, memory_format=form)
+    whole[slice(*at)].copy_(part)
+    return whole
 
 
-def _like(part: torch.Tensor, count: int) -> torch.Tensor:
-    """Room for the results of ``count`` images, in the layout of those of a part."""
-    shape = (count, *part.shape[1:])
-    if part.is_contiguous() or part.dim() not in (4, 5):
-        return part.new_empty(shape)
-    last = torch.channels_last if part.dim() == 4 else torch.channels_last_3d
-    return torch.empty(shape, dtype=part.dtype, device=part.device, memory_format=last)
-
-
-class _Whole:
-    """The results of all parts, one part after the other."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-        self.result: torch.Tensor | None = None
-
-    def put(self, at: slice, part: torch.Tensor) -> None:
-        if self.result is None:
-            self.result = _like(part, self.count)
-        self.result[at].copy_(part)
-
-
-class _ImageSum:
-    """A sum over parts; it rounds to the type of the parts once, at the end."""
-
-    def __init__(self) -> None:
-        self.total: torch.Tensor | None = None
-        self.dtype = torch.float32
-
-    def add(self, part: torch.Tensor) -> None:
-        if self.total is None:
-            self.dtype = part.dtype
-            self.total = part.to(torch.promote_types(part.dtype, torch.float32))
-        else:
-            self.total.add_(part)
-
-    @property
-    def result(self) -> torch.Tensor | None:
-        return None if self.total is None else self.total.to(self.dtype)
+def _added(total: torch.Tensor | None, part: torch.Tensor) -> torch.Tensor:
+    """A sum over parts, which rounds to the type of the parts once, at the end."""
+    if total is None:
+        return part.to(torch.promote_types(part.dtype, torch.float32))
+    return total.add_(part)
 
 
 def _convolution(
     given: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *how: Any
 ) -> torch.Tensor:
     *how, images, algorithm = how  # type: ignore[assignment]
-    whole = _Whole(len(given))
+    whole: torch.Tensor | None = None
     with _asked_for(algorithm):
         if images >= len(given):
             return _ATEN.convolution.default(given, weight, bias, *how)  # type: ignore[no-any-return]
-        for part in _parts(len(given), images):
-            whole.put(part, _ATEN.convolution.default(given[part], weight, bias, *how))
-    assert whole.result is not None
-    return whole.result
+        for at in pieces(len(given), images):
+            made = _ATEN.convolution.default(given[slice(*at)], weight, bias, *how)
+            whole = _put(whole, len(given), at, made)
+            del made
+    assert whole is not None
+    return whole
 
 
 def _fake_convolution(*args: Any) -> torch.Tensor:
@@ -107,29 +84,26 @@ def _fake_convolution(*args: Any) -> torch.Tensor:
     return found
 
 
-def _gradients(
+def _convolution_backward(
     gradient: torch.Tensor, given: torch.Tensor, weight: torch.Tensor, *how: Any
 ) -> tuple[torch.Tensor, ...]:
     *how, mask, images, algorithm = how  # type: ignore[assignment]
-    count = len(given)
+    backward, count = _ATEN.convolution_backward.default, len(given)
+    found: list[torch.Tensor | None] = [None, None, None]
     with _asked_for(algorithm):
         if images >= count:
-            found = _ATEN.convolution_backward.default(gradient, given, weight, *how, mask)
-            return _without_none(found, given)
-        of_input, of_weight, of_bias = _Whole(count), _ImageSum(), _ImageSum()
-        for part in _parts(count, images):
-            results = _ATEN.convolution_backward.default(
-                gradient[part], given[part], weight, *how, mask
-            )
+            return _without_none(backward(gradient, given, weight, *how, mask), given)
+        for at in pieces(count, images):
+            part = slice(*at)
+            results = backward(gradient[part], given[part], weight, *how, mask)
             if mask[0]:
-                of_input.put(part, results[0])
-            for total, wanted, result in zip(
-                (of_weight, of_bias), mask[1:], results[1:], strict=True
-            ):
-                if wanted:
-                    total.add(result)
+                found[0] = _put(found[0], count, at, results[0])
+            for place in (1, 2):
+                if mask[place]:
+                    found[place] = _added(found[place], results[place])
             del results
-    return _without_none((of_input.result, of_weight.result, of_bias.result), given)
+    dtype = gradient.dtype
+    return _without_none([None if one is None else one.to(dtype) for one in found], given)
 
 
 def _without_none(
@@ -139,10 +113,6 @@ def _without_none(
     return tuple(like.new_empty(0) if result is None else result for result in results)
 
 
-def _fake_gradients(*args: Any) -> tuple[torch.Tensor, ...]:
-    return _without_none(_ATEN.convolution_backward.default(*args[:-2]), args[1])
-
-
 def _columns(wide: torch.Tensor, places: torch.Tensor, weight: torch.Tensor) -> int:
     """Bytes of all patches as columns: a kernel full of the channels of one side for each place
     of the other."""
@@ -150,9 +120,8 @@ def _columns(wide: torch.Tensor, places: torch.Tensor, weight: torch.Tensor) -> 
     return len(wide) * prod(places.shape[2:]) * patch * wide.dtype.itemsize
 
 
-def _inside(*args: Any, on_cpu: bool, by_inductor: bool = False) -> Inside:
+def _inside(*args: Any, **_: Any) -> Inside:
     """Each part is computed and copied; a native call writes and reads columns image by image."""
-    del on_cpu, by_inductor
     given, weight, (images, algorithm) = args[0], args[1], args[-2:]
     result = _fake_convolution(*args)
     wide, places = (result, given) if args[6] else (given, result)
@@ -160,14 +129,12 @@ def _inside(*args: Any, on_cpu: bool, by_inductor: bool = False) -> Inside:
     return found + _library(_ATEN.convolution.default, args, (0,))
 
 
-def _inside_gradients(*args: Any, on_cpu: bool, by_inductor: bool = False) -> Inside:
+def _inside_gradients(*args: Any, **_: Any) -> Inside:
     """Like `_inside`; the gradient of the weight is read and written by each part."""
-    del on_cpu, by_inductor
     gradient, given, weight, (mask, images, algorithm) = *args[:3], args[-3:]
     copied = given.nbytes if mask[0] else 0
     wide, places = (gradient, given) if args[7] else (given, gradient)
-    matmuls = sum(mask[:2])
-    found = _of(wide, places, weight, images, algorithm, copied=copied, matmuls=matmuls)
+    found = _of(wide, places, weight, images, algorithm, copied=copied, matmuls=sum(mask[:2]))
     added = 2 * (len(pieces(len(given), images)) - 1) * weight.nbytes * mask[1]
     return found + Inside(0, 0, added) + _library(_ATEN.convolution_backward.default, args, (0, 1))
 
@@ -190,48 +157,37 @@ def _of(
     wide: torch.Tensor, places: torch.Tensor, weight: torch.Tensor, images: int, algorithm: str,
     *, copied: int, matmuls: int,
 ) -> Inside:  # fmt: skip
-    count = len(wide)
-    parts = len(pieces(count, images))
+    parts = len(pieces(len(wide), images))
     found = Inside(parts, 0)
     if parts > 1:
         found += Inside(parts, 2 * copied, (parts - 1) * weight.nbytes)
     if algorithm == "native":
         moved = 2 * matmuls * _columns(wide, places, weight)
-        found += Inside(2 * matmuls * count, 0, moved)
+        found += Inside(2 * matmuls * len(wide), 0, moved)
     return found
 
 
-def _flops(*args: Any, out_val: Any = None, **_: Any) -> int:
-    found: int = flop_registry[_ATEN.convolution](*args[:-2], out_val=out_val)
-    return found
-
-
-def _flops_of_gradients(*args: Any, out_val: Any = None, **_: Any) -> int:
-    found: int = flop_registry[_ATEN.convolution_backward](*args[:-2], out_val=out_val)
-    return found
+def _flops(of: Any, *args: Any, out_val: Any = None, **_: Any) -> int:
+    return int(flop_registry[of](*args[:-2], out_val=out_val))
 
 
 _HOW = (
     "SymInt[] stride, SymInt[] padding, SymInt[] dilation, bool transposed,"
     " SymInt[] output_padding, SymInt groups"
 )
-CONVOLUTION = kernels.define(
-    "convolution",
+CONVOLUTION = define(
     f"(Tensor input, Tensor weight, Tensor? bias, {_HOW}, int images, str algorithm) -> Tensor",
-    _convolution,
     _fake_convolution,
-    flops=_flops,
+    flops=partial(_flops, _ATEN.convolution),
     inside=_inside,
-)
+)(_convolution)
 """``aten.convolution`` by ``algorithm``, of ``images`` images at a time."""
 
-CONVOLUTION_BACKWARD = kernels.define(
-    "convolution_backward",
+CONVOLUTION_BACKWARD = define(
     f"(Tensor grad_output, Tensor input, Tensor weight, SymInt[]? bias_sizes, {_HOW},"
     " bool[3] output_mask, int images, str algorithm) -> (Tensor, Tensor, Tensor)",
-    _gradients,
-    _fake_gradients,
-    flops=_flops_of_gradients,
+    lambda *args: _without_none(_ATEN.convolution_backward.default(*args[:-2]), args[1]),
+    flops=partial(_flops, _ATEN.convolution_backward),
     inside=_inside_gradients,
-)
+)(_convolution_backward)
 """``aten.convolution_backward`` so; the result that is not wanted is empty."""

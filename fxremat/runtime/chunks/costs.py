@@ -20,8 +20,7 @@ from fxremat.runtime.chunks.buffers import (
     extra_of_sum,
     of_total,
 )
-from fxremat.runtime.chunks.call import RowsCall, Tensors, pieces
-from fxremat.runtime.chunks.counted_rows import bytes_to_leave_out
+from fxremat.runtime.chunks.call import RowsCall, Tensors, bytes_to_leave_out
 from fxremat.runtime.chunks.fused_kernels import (
     CACHE_LINE_BYTES,
     is_worth_fusing,
@@ -30,7 +29,7 @@ from fxremat.runtime.chunks.fused_kernels import (
     written,
 )
 from fxremat.runtime.chunks.program import Instruction, Program, operator_of, with_values
-from fxremat.runtime.kernels import Inside, LibraryCall, Measure
+from fxremat.runtime.kernels import Inside, LibraryCall, Measure, pieces
 
 
 def workspace(*args: Any, measure: Measure, by_inductor: bool = False, **kwargs: Any) -> int:
@@ -43,7 +42,11 @@ def workspace(*args: Any, measure: Measure, by_inductor: bool = False, **kwargs:
     nothing is known of its code. (On a CPU, tiles are too small for that to matter.)
     """
     call = RowsCall(*args, **kwargs)
-    may_fuse = by_inductor and not call.fused and call.rows[0].device.type != "cpu"
+    if by_inductor and not call.fused and call.rows[0].device.type != "cpu":
+        few = call.tile * CACHE_LINE_BYTES
+        kernels = [few if is_worth_fusing(stage) else None for stage in call.plan.stages]
+    else:
+        kernels = [None if kernel is None else kernel.scratch for kernel in call.kernels]
     before = [one for one in call.program.setup if one.op not in VIEWS]
     copied = [row for row in call.rows if not row.is_contiguous()]
     slots = sum(slot.nbytes(call.chunk, call.tile) for slot in call.plan.slots if slot.of_chunk)
@@ -52,7 +55,7 @@ def workspace(*args: Any, measure: Measure, by_inductor: bool = False, **kwargs:
         + sum(one.numel * one.dtype.itemsize for one in before)
         + slots
         + bytes_to_leave_out(call, slots)
-        + _scratch(call, _expected(call) if may_fuse else _known(call), measure)
+        + _scratch(call, kernels, measure)
     )
 
 
@@ -85,7 +88,7 @@ def _on_chunk(call: RowsCall, one: Instruction, rows: int, measure: Measure) -> 
     """Bytes that one instruction takes of ``rows`` rows, beside what has a slot."""
     program = call.program
     if one.op in STATISTICS:
-        (given,) = (n for n in one.reads)
+        (given,) = one.reads
         return rows * _size_of_row(program, call.rows, given) + 4 * one.numel * one.dtype.itemsize
     if one.op not in CONVOLUTIONS:
         return 0
@@ -103,32 +106,16 @@ def _on_chunks(call: RowsCall, values: Sequence[int], measure: Measure) -> int:
 
 def _reducing(call: RowsCall, values: Sequence[int], measure: Measure) -> int:
     """Bytes that torch's own kernel takes for the worst reduction of a tile: on a GPU, some do."""
-    ones = [call.program[n] for n in values]
-    return max(
-        (
-            measure(operator_of(one.op), _operands(call, one, call.tile), {})
-            for one in ones
-            if one.op in REDUCTIONS
-        ),
-        default=0,
-    )
-
-
-def _known(call: RowsCall) -> list[int | None]:
-    """Bytes that the kernel of each stage allocates; None where it runs operator by operator."""
-    return [None if kernel is None else kernel.scratch for kernel in call.kernels]
-
-
-def _expected(call: RowsCall) -> list[int | None]:
-    """The same, before any kernel is written."""
-    few = call.tile * CACHE_LINE_BYTES
-    return [few if is_worth_fusing(stage) else None for stage in call.plan.stages]
+    ones = [one for n in values if (one := call.program[n]).op in REDUCTIONS]
+    taken = (measure(operator_of(one.op), _operands(call, one, call.tile), {}) for one in ones)
+    return max(taken, default=0)
 
 
 def _scratch(call: RowsCall, kernels: Sequence[int | None], measure: Measure) -> int:
     """Bytes of sums in the making, and of what exists for as long as a chunk is computed.
 
-    ``kernels`` are bytes of the fused stages, None for the others.
+    ``kernels`` are the bytes that the kernel of each stage allocates, None where it runs operator
+    by operator.
     """
     program, plan, tile = call.program, call.plan, call.tile
     any_fused = any(one is not None for one in kernels)
@@ -163,8 +150,7 @@ def inside(*args: Any, on_cpu: bool, by_inductor: bool = False, **kwargs: Any) -
     """
     call = RowsCall(*args, **kwargs)
     rows, whole, parsed, plan = call.rows, call.whole, call.program, call.plan
-    total, chunk = call.total, call.chunk
-    tile = call.tile if on_cpu else chunk
+    total, chunk, tile = call.total, call.chunk, call.tile if on_cpu else call.chunk
     chunks = len(pieces(total, chunk))
     tiles = chunks * len(pieces(chunk, tile))
     found = Inside(0, 0)
@@ -174,19 +160,17 @@ def inside(*args: Any, on_cpu: bool, by_inductor: bool = False, **kwargs: Any) -
             moved = sum(_size_of_row(parsed, rows, number) for number in touched) * total
             found += Inside(tiles, moved, functions=_functions(parsed, stage, total))
             continue
-        in_cache = not stage.of_chunk and tile < chunk
+        times, rows_each = (chunks, chunk) if stage.of_chunk else (tiles, tile)
+        speed = CACHE_SPEED if rows_each < chunk else 1
         found += Inside(0, 0, functions=_functions(parsed, stage, total))
         for number in stage.values:
             one = parsed[number]
             elements = one.numel * (1 if one.kind == "sum" else total)
-            moved = 2 * elements * one.dtype.itemsize // (CACHE_SPEED if in_cache else 1)
-            found += Inside(chunks if stage.of_chunk else tiles, moved)
-            if one.op in MATMULS or one.op in CONVOLUTIONS:
+            found += Inside(times, 2 * elements * one.dtype.itemsize // speed)
+            if one.op in MATMULS | CONVOLUTIONS:
                 again = sum(_size_of_whole(parsed, whole, n) for n in one.reads)
                 if one.kind == "sum" and not on_cpu:
                     again += 2 * elements * accumulates_in(one.dtype).itemsize
-                times = chunks if stage.of_chunk else tiles
-                rows_each = chunk if stage.of_chunk else tile
                 made = LibraryCall(operator_of(one.op), _operands(call, one, rows_each), times)
                 found += Inside(0, 0, (chunks - 1) * again, (made,))
     return found

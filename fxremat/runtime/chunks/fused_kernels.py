@@ -181,50 +181,42 @@ class _KernelWriter:
 
     def value(self, number: int) -> fx.Node:
         if number not in self.made:
-            one = self.program.instruction(number)
-            looks = (
-                one is not None and number >= self.program.start and is_view(self.program, number)
-            )
+            looks = number >= self.program.start and is_view(self.program, number)
             self.made[number] = self.call(self.program[number]) if looks else self.load(number)
         return self.made[number]
 
     def load(self, number: int) -> fx.Node:
-        program, one = self.program, self.program.instruction(number)
-        if one is None:
+        program = self.program
+        if number < program.num_rows:
             given = self.inputs[number]
-            if number < program.num_rows:
-                return self.place("value", number, given.sizes[1:], given.dtype)[1]
-            return self.whole(number, given)
-        if number < program.start:
-            return self.whole(number, None)
-        return self.shaped(
-            self.place(*self.memory_of(number), one.row_shape, one.dtype)[1], one.row_shape
-        )
+            return self.rows("value", number, given.sizes[1:], given.dtype)[1]
+        if number < program.start:  # the same for all rows; as torch makes it, if the setup does
+            given = self.inputs[number] if number < program.first else self.made_before(number)
+            return self.place(Memory("value", number), given.empty())[1]
+        one = program[number]
+        place = self.rows(*self.memory_of(number), one.row_shape, one.dtype)[1]
+        return self.shaped(place, one.row_shape)
 
     def memory_of(self, number: int) -> tuple[str, int]:
         if number in self.program.results:
             return "value", number
         return "slot", self.plan.slot_of[number]
 
-    def place(
+    def rows(
         self, kind: str, number: int, row_shape: tuple[int, ...], dtype: torch.dtype
     ) -> tuple[Memory, fx.Node]:
-        """An input of the kernel: these rows of something."""
-        key = kind, number
-        if key not in self.places:
-            sizes = (self.tile, *row_shape)
-            self.places[key] = Memory(kind, number, row_shape), self.input(sizes, dtype)
-        return self.places[key]
+        """These rows of something, as an input of the kernel."""
+        empty = torch.empty((self.tile, *row_shape), dtype=dtype, device=self.device)
+        return self.place(Memory(kind, number, row_shape), empty)
 
-    def whole(self, number: int, given: Shape | None) -> fx.Node:
-        """A value that is the same for all rows; what the setup computes is as torch makes it."""
-        key = "value", number
+    def place(self, memory: Memory, like: torch.Tensor) -> tuple[Memory, fx.Node]:
+        """An input of the kernel, once for each number."""
+        key = memory.kind, memory.number
         if key not in self.places:
-            if given is None:
-                given = self.made_before(number)
-            node = self.input(given.sizes, given.dtype, given)
-            self.places[key] = Memory("value", number), node
-        return self.places[key][1]
+            node = self.graph.placeholder(f"given_{len(self.places)}")
+            node.meta["val"] = like
+            self.places[key] = memory, node
+        return self.places[key]
 
     def made_before(self, number: int) -> Shape:
         one = self.program[number]
@@ -234,14 +226,6 @@ class _KernelWriter:
 
         return Shape.of(one.run(look, 0))
 
-    def input(
-        self, sizes: tuple[int, ...], dtype: torch.dtype, given: Shape | None = None
-    ) -> fx.Node:
-        node = self.graph.placeholder(f"given_{len(self.places)}")
-        empty = torch.empty(sizes, dtype=dtype, device=self.device)
-        node.meta["val"] = empty if given is None else given.empty()
-        return node
-
     def shaped(self, node: fx.Node, row_shape: tuple[int, ...]) -> fx.Node:
         """The same memory with other dimensions behind the rows."""
         return self.graph.call_function(_ATEN.view.default, (node, [self.tile, *row_shape]))
@@ -249,7 +233,7 @@ class _KernelWriter:
     def store(self, number: int, one: Instruction, node: fx.Node) -> fx.Node:
         """Write these rows where they belong; whoever reads on reads them there."""
         key = self.memory_of(number)
-        memory, place = self.place(*key, one.row_shape, one.dtype)
+        memory, place = self.rows(*key, one.row_shape, one.dtype)
         if memory.row_shape != one.row_shape:
             node = self.shaped(node, memory.row_shape)
         stored = self.graph.call_function(_ATEN.copy_.default, (place, node))
@@ -258,12 +242,11 @@ class _KernelWriter:
 
     def add_to_sum(self, number: int, one: Instruction) -> None:
         wide = accumulates_in(one.dtype)
-        key = "sum", number
-        self.places[key] = Memory("sum", number), self.input(one.row_shape, wide)
+        empty = torch.empty(one.row_shape, dtype=wide, device=self.device)
+        total = self.place(Memory("sum", number), empty)[1]
         args = with_values(one.args, self.value, self.tile)
         named = {**one.kwargs, "dtype": wide}
         part = self.graph.call_function(overload(one.op), tuple(args), named)
-        total = self.places[key][1]
         added = self.graph.call_function(_ATEN.add.Tensor, (total, part))
         self.graph.call_function(_ATEN.copy_.default, (total, added))
 

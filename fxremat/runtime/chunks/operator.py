@@ -4,8 +4,8 @@
          bool fused=False, bool channels_last=False) -> Tensor[]
 
 ``rows`` are tensors with the N rows in front. ``whole`` are those that each chunk reads as a whole.
-``program`` says what is computed (`program`), `buffers` where that is kept, and `counted_rows`
-which rows are left out. Results that have rows are written chunk by chunk into their place; sums of
+``program`` says what is computed (`program`), `buffers` where that is kept, and `call` which
+rows are left out. Results that have rows are written chunk by chunk into their place; sums of
 low precision are added up in float32. With ``channels_last``, results that come straight from a
 convolution of images have the channels last in memory.
 
@@ -25,7 +25,6 @@ from typing import Any
 import torch
 
 from fxremat.compat.tensors import is_fake, storage_key
-from fxremat.runtime import kernels
 from fxremat.runtime.chunks.buffers import (
     CONVOLUTIONS,
     COPIES,
@@ -39,11 +38,11 @@ from fxremat.runtime.chunks.buffers import (
     bases,
     out_form,
 )
-from fxremat.runtime.chunks.call import RowsCall, flops, pieces
+from fxremat.runtime.chunks.call import CountedRows, RowsCall, flops, leaves_out
 from fxremat.runtime.chunks.costs import inside, workspace
-from fxremat.runtime.chunks.counted_rows import CountedRows, leaves_out
 from fxremat.runtime.chunks.fused_kernels import Kernel, Memory
 from fxremat.runtime.chunks.program import Instruction, Ref, overload, with_values
+from fxremat.runtime.kernels import define, pieces
 
 _ATEN = torch.ops.aten
 
@@ -88,7 +87,8 @@ class _RowSum:
         if self.one.op in CONVOLUTIONS:
             self._take(overload(self.one.op)(*args, **kwargs))
             return
-        is_first = self.is_empty and self.total.dtype == self.made_in
+        made_in = self.one.dtype if self.one.op in MATMULS else self.wide
+        is_first = self.is_empty and self.total.dtype == made_in
         target, form = self.total if is_first else self.partial, out_form(self.one.op)
         assert form is not None
         assert target is not None
@@ -105,10 +105,6 @@ class _RowSum:
             _ATEN.addmm.dtype_out(total, left, right, total.dtype, beta=times, out=total)
         self.is_empty = False
 
-    @property
-    def made_in(self) -> torch.dtype:
-        return self.one.dtype if self.one.op in MATMULS else accumulates_in(self.one.dtype)
-
     def _take(self, made: torch.Tensor) -> None:
         if made is not self.total:
             if self.is_empty:
@@ -117,7 +113,7 @@ class _RowSum:
                 self.total.add_(made if self.cast is None else self.cast.copy_(made))
         self.is_empty = False
 
-    def finish(self) -> torch.Tensor:
+    def finish(self, _: Instruction) -> torch.Tensor:
         """The sum, zero where there were no rows."""
         if self.is_empty:
             return self.result.zero_()
@@ -145,7 +141,7 @@ class _Execution:
             for number in stage.values
         }
         self.results: dict[int, torch.Tensor] = {}
-        self.sums: dict[int, _RowSum | StatisticResult] = {}
+        self.sums: dict[int, _RowSum | RunningStatistics] = {}
         self.statistics: dict[str, RunningStatistics] = {}
         for place, number in enumerate(self.program.results):
             self._make_result(number, number in fused, call.format_of(place))
@@ -155,10 +151,8 @@ class _Execution:
     def _make_result(self, number: int, is_fused: bool, form: torch.memory_format) -> None:
         one = self.program[number]
         if one.op in STATISTICS:
-            both = self.statistics.setdefault(
-                repr(one.args), RunningStatistics(one, number, self.device)
-            )
-            self.sums[number] = StatisticResult(both, number, one)
+            made = RunningStatistics(one, number, self.device)
+            self.sums[number] = self.statistics.setdefault(repr(one.args), made)
         elif one.kind == "sum":
             self.sums[number] = _RowSum(one, self.device, is_fused)
         else:
@@ -191,7 +185,7 @@ class _Execution:
         self.memory.clear()
         if self.counted is not None:
             self.spread(self.counted, room)
-        done = {number: one.finish() for number, one in self.sums.items()}
+        done = {number: one.finish(self.program[number]) for number, one in self.sums.items()}
         return [done[n] if n in done else self.results[n] for n in self.program.results]
 
     def spread(self, counted: CountedRows, room: int) -> None:
@@ -201,12 +195,6 @@ class _Execution:
         for number, known in zip(self.program.results, counted.ignored.results, strict=True):
             if number in self.results:
                 counted.spread(self.results[number], known, room)
-
-    def row_input(self, number: int, start: int, a: int, b: int) -> torch.Tensor:
-        """Rows a to b of an input, in the chunk that begins at ``start``."""
-        if self.counted is None or self.counted.are_all:
-            return self.rows[number][a:b]
-        return self.counted.gathered[number][a - start : b - start]
 
     def run_chunk(self, chunk: _Piece, tile: int) -> None:
         for stage, kernel in zip(self.plan.stages, self.kernels, strict=True):
@@ -236,7 +224,11 @@ class _Piece:
             one = self.run.program[number]
             if one.kind == "sum":
                 args = with_values(one.args, self.value, self.count)
-                self.run.sums[number].add(args, dict(one.kwargs))
+                total = self.run.sums[number]
+                if isinstance(total, _RowSum):
+                    total.add(args, dict(one.kwargs))
+                elif total.asked_by == number:
+                    total.add(args[0])
             else:
                 self.write(number, one)
             for dead in self.run.plan.dies.get(number, ()):
@@ -277,15 +269,16 @@ class _Piece:
         run = self.run
         if number in run.values:
             return run.values[number]
-        found = self.seen.get(number)
-        if found is None:
-            found = self.seen[number] = self.look(number)
-        return found
+        if number not in self.seen:
+            self.seen[number] = self.look(number)
+        return self.seen[number]
 
     def look(self, number: int) -> torch.Tensor:
         run = self.run
         if number < run.program.num_rows:
-            return run.row_input(number, self.start, self.a, self.b)
+            if run.counted is None or run.counted.are_all:
+                return run.rows[number][self.a : self.b]
+            return run.counted.gathered[number][self.a - self.start : self.b - self.start]
         if number in run.results:
             return run.results[number][self.a : self.b]
         one = run.program[number]
@@ -324,13 +317,9 @@ def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return begins and storage_key(one) == storage_key(other)
 
 
-def _rows(*args: Any, **kwargs: Any) -> list[torch.Tensor]:
-    return _Execution(RowsCall(*args, **kwargs)).run()
-
-
 def kernels_called(*args: Any, **kwargs: Any) -> list[Kernel]:
     """The kernels that a call with these arguments, of fake tensors, will run."""
-    return [kernel for kernel in RowsCall(*args, **kwargs).kernels if kernel is not None]
+    return list(filter(None, RowsCall(*args, **kwargs).kernels))
 
 
 def _fake(*args: Any, **kwargs: Any) -> list[torch.Tensor]:
@@ -343,23 +332,29 @@ def _fake(*args: Any, **kwargs: Any) -> list[torch.Tensor]:
     return made
 
 
-ROWS = kernels.define(
-    "rows",
+@define(
     "(Tensor[] rows, Tensor[] whole, str program, int chunk_rows, int tile_rows,"
     " bool fused=False, bool channels_last=False) -> Tensor[]",
-    _rows,
     _fake,
     workspace=workspace,
     flops=flops,
     inside=inside,
 )
+def _rows(*args: Any, **kwargs: Any) -> list[torch.Tensor]:
+    return _Execution(RowsCall(*args, **kwargs)).run()
+
+
+ROWS = _rows
 
 
 # --- mean and variance ------------------------------------------------------------------------
 
 
 class RunningStatistics:
-    """Mean and variance along some dimensions, the rows among them; biased until `variance`."""
+    """Mean and variance along some dimensions, the rows among them; biased until `variance`.
+
+    The instruction that they are made for, ``asked_by``, has them take chunks in.
+    """
 
     def __init__(self, one: Instruction, number: int, device: torch.device) -> None:
         _, self.dims = one.args
@@ -380,23 +375,10 @@ class RunningStatistics:
         self.squares.add_(squares).add_(change.square_(), alpha=self.count * count / total)
         self.count = total
 
+    def finish(self, one: Instruction) -> torch.Tensor:
+        """What an instruction wants of the two."""
+        return self.variance(one.kwargs["correction"]) if one.op == VARIANCE else self.mean
+
     def variance(self, correction: float) -> torch.Tensor:
         """The variance; ``correction`` is what is taken off the number of elements."""
         return self.squares.div(max(0.0, self.count - correction))
-
-
-class StatisticResult:
-    """One of the two as a sum of a program; the one that they were made for takes chunks in."""
-
-    def __init__(self, both: RunningStatistics, number: int, one: Instruction) -> None:
-        self.both, self.one = both, one
-        self.is_first = both.asked_by == number
-
-    def add(self, args: list[Any], kwargs: dict[str, Any]) -> None:
-        if self.is_first:
-            self.both.add(args[0])
-
-    def finish(self) -> torch.Tensor:
-        if self.one.op == VARIANCE:
-            return self.both.variance(self.one.kwargs["correction"])
-        return self.both.mean

@@ -24,10 +24,13 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
+from torch.fx.node import map_aggregate
+from torch.utils import _pytree as pytree
 
+T = TypeVar("T")
 Kind = Literal["row", "last", "whole", "sum"]
 
 
@@ -54,19 +57,24 @@ class Instruction:
     row_shape: tuple[int, ...]
     dtype: torch.dtype
 
+    def of_type(self, kind: type[T]) -> Iterator[T]:
+        """The arguments, and parts of them, that are of this type."""
+        leaves = pytree.tree_leaves((self.args, tuple(self.kwargs.values())))
+        return (one for one in leaves if isinstance(one, kind))
+
     @property
     def reads(self) -> tuple[int, ...]:
-        return tuple(refs((self.args, tuple(self.kwargs.values()))))
+        return tuple(ref.number for ref in self.of_type(Ref))
 
     @property
     def numel(self) -> int:
         """Elements of the result, for one row."""
         return prod(self.row_shape)
 
-    def arguments(self, value: Callable[[int], Any], rows: int) -> tuple[list[Any], dict[str, Any]]:
+    def arguments(self, value: Callable[[int], Any], rows: int) -> tuple[Any, dict[str, Any]]:
         """The arguments, by position and by name, with values in place of references."""
-        named = {key: with_values(one, value, rows) for key, one in self.kwargs.items()}
-        return with_values(self.args, value, rows), named
+        args, named = with_values((self.args, dict(self.kwargs)), value, rows)
+        return args, dict(named)
 
     def run(self, value: Callable[[int], Any], rows: int) -> Any:
         args, named = self.arguments(value, rows)
@@ -74,14 +82,12 @@ class Instruction:
 
     def renumbered(self, number: Callable[[int], int]) -> Instruction:
         """The same call, with other numbers for the values that it reads."""
+        return self.with_other(lambda one: Ref(number(one.number)) if isinstance(one, Ref) else one)
 
-        def other(thing: Any) -> Any:
-            if isinstance(thing, Ref):
-                return Ref(number(thing.number))
-            return tuple(map(other, thing)) if isinstance(thing, (list, tuple)) else thing
-
-        kwargs = {key: other(one) for key, one in self.kwargs.items()}
-        return replace(self, args=other(self.args), kwargs=kwargs)
+    def with_other(self, change: Callable[[Any], Any]) -> Instruction:
+        """The same call, with a change made to each argument and each part of one."""
+        args, kwargs = map_aggregate((self.args, dict(self.kwargs)), change)
+        return replace(self, args=args, kwargs=dict(kwargs))
 
 
 Number = bool | int | float
@@ -146,26 +152,19 @@ class Program:
         return Program(num_rows, num_whole, setup, loop, tuple(map(number, self.results)))
 
 
-def refs(thing: Any) -> Iterator[int]:
-    if isinstance(thing, Ref):
-        yield thing.number
-    elif isinstance(thing, (list, tuple)):
-        for part in thing:
-            yield from refs(part)
-
-
 def with_values(thing: Any, value: Callable[[int], Any], rows: int) -> Any:
-    """An argument with values in place of references."""
-    if isinstance(thing, Ref):
-        return value(thing.number)
-    if isinstance(thing, RowCount):
-        return rows
-    if isinstance(thing, (list, tuple)):
-        return [with_values(part, value, rows) for part in thing]
-    return thing
+    """Arguments with values in place of references."""
+
+    def found(one: Any) -> Any:
+        if isinstance(one, Ref):
+            return value(one.number)
+        return rows if isinstance(one, RowCount) else one
+
+    return map_aggregate(thing, found)
 
 
 def _encoded(thing: Any) -> Any:
+    """An argument, or a part of one that is no list."""
     if isinstance(thing, Ref):
         return {"value": thing.number}
     if isinstance(thing, RowCount):
@@ -174,8 +173,6 @@ def _encoded(thing: Any) -> Any:
         return {"dtype": str(thing).removeprefix("torch.")}
     if isinstance(thing, torch.device):
         return {"device": str(thing)}
-    if isinstance(thing, (list, tuple)):
-        return [_encoded(part) for part in thing]
     if isinstance(thing, (int, float, str, type(None))):
         return thing
     raise TypeError(f"a program cannot hold a {type(thing).__name__}")
@@ -195,8 +192,8 @@ def _decoded(thing: Any) -> Any:
 
 
 def _encoded_instruction(one: Instruction) -> list[Any]:
-    named = {key: _encoded(value) for key, value in one.kwargs.items()}
-    return [one.op, _encoded(one.args), named, one.kind, list(one.row_shape), str(one.dtype)[6:]]
+    args, named = map_aggregate((one.args, dict(one.kwargs)), _encoded)
+    return [one.op, args, named, one.kind, one.row_shape, str(one.dtype).removeprefix("torch.")]
 
 
 def _decoded_instruction(given: list[Any]) -> Instruction:
@@ -220,25 +217,22 @@ def dump(program: Program) -> str:
     return json.dumps(text, separators=(",", ":"))
 
 
-def _decoded_ignored(given: list[Any] | None) -> Ignored | None:
-    if given is None:
-        return None
-    label, number, inputs, results = given
-    return Ignored(label, number, tuple(inputs), tuple(results))
-
-
 @functools.lru_cache(maxsize=512)
 def parse(text: str) -> Program:
     """The program that `dump` wrote."""
     given = json.loads(text)
     num_rows, num_whole = given["inputs"]
+    ignored: Ignored | None = None
+    if "ignored" in given:
+        label, number, inputs, results = given["ignored"]
+        ignored = Ignored(label, number, tuple(inputs), tuple(results))
     return Program(
         num_rows,
         num_whole,
         setup=tuple(_decoded_instruction(one) for one in given["setup"]),
         loop=tuple(_decoded_instruction(one) for one in given["loop"]),
         results=tuple(given["results"]),
-        ignored=_decoded_ignored(given.get("ignored")),
+        ignored=ignored,
     )
 
 

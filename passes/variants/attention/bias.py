@@ -35,6 +35,7 @@ from fxremat.passes.joint_graph import is_mutating, is_random
 from fxremat.passes.nodes import Add, Shape, dtype_of, packet_name, shape_of
 from fxremat.passes.variants.attention.layout import is_move
 from fxremat.passes.variants.attention.scores import VERY_NEGATIVE, Added, Filled, Reading, number
+from fxremat.passes.variants.saved_values import as_dtype
 
 _ATEN = torch.ops.aten
 At = Callable[[fx.Node], fx.Node]
@@ -50,14 +51,6 @@ class Rows:
     """The query counts as 0, and gets no gradient."""
     lost: fx.Node | None = None
     """The output is NaN."""
-
-
-@dataclass(frozen=True)
-class Made:
-    """The tensor in a graph, if there is one."""
-
-    node: fx.Node | None
-    rows: Rows
 
 
 @dataclass(frozen=True)
@@ -77,10 +70,10 @@ class Bias:
         """Whether rows without keys may have other weights than they had."""
         return any(isinstance(part, Added) for part in self.parts) and self.may_be_empty
 
-    def insert(self, add: Add, at: At, dtype: torch.dtype) -> Made:
-        """Put the tensor in, for a kernel of this type."""
+    def insert(self, add: Add, at: At, dtype: torch.dtype) -> tuple[fx.Node | None, Rows]:
+        """Put the tensor in, if there is one, for a kernel of this type."""
         if not self.parts:
-            return Made(None, Rows())
+            return None, Rows()
         is_added = isinstance(self.parts[0], Added)
         found, hidden = (_add_up if is_added else _fill_in)(self, add, at, dtype)
         zero = lost = None
@@ -93,7 +86,7 @@ class Bias:
             if hidden is not None:
                 seen = add(_ATEN.any.dim, add(_ATEN.logical_not.default, hidden), -1, True)
                 zero = add(_ATEN.logical_not.default, seen)
-        return Made(found, Rows(zero, lost))
+        return found, Rows(zero, lost)
 
 
 def plan_bias(scores: Reading, heads: Heads) -> Bias | None:
@@ -110,10 +103,8 @@ def plan_bias(scores: Reading, heads: Heads) -> Bias | None:
     with outside_fake_mode(), torch.no_grad():
         known = _known(parts)
         if known is None:
-            values = [part.value for part in scores.filled]
-            is_finite = all(math.isfinite(value) for value in values) and all(
-                _is_finite(part.node) for part in scores.added
-            )
+            held = [*(part.value for part in scores.filled), *(part.node for part in scores.added)]
+            is_finite = all(map(_is_finite, held))
             return Bias(heads, parts=parts, may_be_empty=True, may_be_lost=not is_finite)
         if not known.any():
             return Bias(heads)
@@ -122,8 +113,7 @@ def plan_bias(scores: Reading, heads: Heads) -> Bias | None:
         most = known.amax(-1)
         is_lost = bool((most == -math.inf).any())
         is_empty = bool((most[most > -math.inf] <= VERY_NEGATIVE).any())
-        if scores.filled:
-            is_empty = is_empty or is_lost
+        is_empty = is_empty or (is_lost and bool(scores.filled))
         return Bias(heads, parts=parts, may_be_empty=is_empty, may_be_lost=is_lost)
 
 
@@ -194,10 +184,10 @@ def _computed(node: fx.Node) -> torch.Tensor | None:
             return None
         todo += one.all_input_nodes
     values: dict[fx.Node, Any] = {}
-    for one in (n for n in node.graph.nodes if n in needed):
+    for one in sorted(needed):
         args, kwargs = fx.map_arg((one.args, one.kwargs), values.__getitem__)
         kwargs = {k: torch.device("cpu") if k == "device" else v for k, v in kwargs.items()}
-        values[one] = one.target(*args, **kwargs)
+        values[one] = one.target(*args, **kwargs)  # type: ignore[operator]
     found = values[node]
     return found if isinstance(found, torch.Tensor) else None
 
@@ -212,12 +202,9 @@ def _is_finite(node: Any) -> bool:
     name = packet_name(node)
     if is_move(node) or name in ("slice", "select"):
         return _is_finite(node.args[0])
-    if name == "where":
-        return _is_finite(node.args[1]) and _is_finite(node.args[2])
-    if name == "masked_fill":
-        return _is_finite(node.args[0]) and _is_finite(node.args[2])
-    if name == "full":
-        return _is_finite(node.args[1])
+    held = {"where": slice(1, 3), "masked_fill": slice(0, 3, 2), "full": slice(1, 2)}
+    if name in held:
+        return all(map(_is_finite, node.args[held[name]]))
     return name in ("zeros", "ones")
 
 
@@ -230,14 +217,12 @@ def _shaped(add: Add, node: fx.Node, shape: Shape | None) -> fx.Node:
 
 
 def scalar(add: Add, value: float, like: fx.Node, dtype: torch.dtype) -> fx.Node:
-    device = like.meta["val"].device
-    return add(_ATEN.full.default, [], value, dtype=dtype, device=device)
+    return add(_ATEN.full.default, [], value, dtype=dtype, device=like.meta["val"].device)
 
 
 def where(add: Add, mask: fx.Node, value: float, node: fx.Node) -> fx.Node:
     """``node`` with a number where the mask is true."""
-    number_node = scalar(add, value, node, dtype_of(node))
-    return add(_ATEN.where.self, mask, number_node, node)
+    return add(_ATEN.where.self, mask, scalar(add, value, node, dtype_of(node)), node)
 
 
 def _add_up(plan: Bias, add: Add, at: At, dtype: torch.dtype) -> tuple[fx.Node, fx.Node | None]:
@@ -246,10 +231,8 @@ def _add_up(plan: Bias, add: Add, at: At, dtype: torch.dtype) -> tuple[fx.Node, 
     wide = max(types, key=lambda one: one.itemsize)
     found: fx.Node | None = None
     for part in plan.parts:
-        node = at(_tensor(part))
-        node = _shaped(add, node, _in_four(_tensor(part), part.shape, plan.heads))
-        if dtype_of(node) != wide:
-            node = add(torch.ops.prims.convert_element_type.default, node, wide)
+        shape = _in_four(_tensor(part), part.shape, plan.heads)
+        node = as_dtype(add, _shaped(add, at(_tensor(part)), shape), wide)
         found = node if found is None else add(_ATEN.add.Tensor, found, node)
     assert found is not None
     return found, None
@@ -262,8 +245,7 @@ def _fill_in(plan: Bias, add: Add, at: At, dtype: torch.dtype) -> tuple[fx.Node,
         assert isinstance(part, Filled)
         mask = _shaped(add, at(part.mask), _in_four(part.mask, part.shape, plan.heads))
         mask = add(_ATEN.logical_not.default, mask) if part.is_kept else mask
-        value = part.value
-        value = value if math.isinf(value) else max(value, torch.finfo(dtype).min)
+        value = max(part.value, torch.finfo(dtype).min) if math.isfinite(part.value) else part.value
         rest = scalar(add, 0.0, mask, dtype) if found is None else found
         found = add(_ATEN.where.self, mask, scalar(add, value, mask, dtype), rest)
         hidden = mask if hidden is None else add(_ATEN.logical_or.default, hidden, mask)

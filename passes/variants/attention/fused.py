@@ -23,7 +23,6 @@ import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import fx
@@ -40,7 +39,7 @@ from fxremat.passes.variants.attention.layout import (
     result_here,
 )
 from fxremat.passes.variants.attention.match import Attention, find_attention
-from fxremat.passes.variants.rule import Rule, Site, StandIns
+from fxremat.passes.variants.insertion import Rule, Site, StandIns
 
 _ATEN = torch.ops.aten
 At = Callable[[fx.Node], fx.Node]
@@ -76,8 +75,7 @@ class Fused:
                     found[at(one.node)] = one.insert(add, forward.output)
         if not attention.gradients:
             return found
-        late = {at(node) for node in attention.late}
-        first = next(node for node in graph.nodes if node in late)
+        first = min(map(at, attention.late))
         with graph.inserting_before(first):
             add = adder(graph, first)
             for name, node in self.backward(add, at, forward).items():
@@ -88,35 +86,36 @@ class Fused:
         query, key, value = (
             self.operands[name].insert(add, at) for name in ("query", "key", "value")
         )
-        made = self.bias.insert(add, at, fake(query).dtype)
-        if made.rows.zero is not None:
-            query = where(add, made.rows.zero, 0.0, query)
+        mask, rows = self.bias.insert(add, at, fake(query).dtype)
+        if rows.zero is not None:
+            query = where(add, rows.zero, 0.0, query)
         scale = self.attention.scores.factor
-        given = Inputs(query, key, value, made.node, self.bias.is_causal, scale)
+        given = Inputs(query, key, value, mask, self.bias.is_causal, scale)
         if not self.kernel.takes(given):
             raise NotTaken
         kept = self.kernel.forward(add, given)
-        output = kept.output
-        if made.rows.lost is not None:
-            output = where(add, made.rows.lost, math.nan, output)
-        return Forward(given, kept, made.rows, output)
+        output = kept[0]
+        if rows.lost is not None:
+            output = where(add, rows.lost, math.nan, output)
+        return Forward(given, kept, rows, output)
 
     def backward(self, add: Add, at: At, forward: Forward) -> dict[str, fx.Node]:
         gradient = self.operands["gradient"].insert(add, at)
         if forward.rows.zero is not None and forward.rows.lost is not None:
             gradient = where(add, forward.rows.lost, 0.0, gradient)  # of NaN it may be NaN
-        found = self.kernel.backward(add, forward.given, forward.kept, gradient)
-        named = dict(zip(("query", "key", "value"), found, strict=True))
+        call = self.kernel.backward(add, forward.given, forward.kept, gradient)
+        names = ("query", "key", "value")
+        named = dict(zip(names, _items(add, call, 0, 1, 2), strict=True))
         wanted = {name: named[name] for name in self.attention.gradients}
         return _with_rows(add, wanted, forward.rows)
 
 
 @dataclass(frozen=True)
 class Forward:
-    """The forward in a graph."""
+    """The forward in a graph; ``kept`` is for the backward, the kernel's output first."""
 
     given: Inputs
-    kept: Kept
+    kept: Nodes
     rows: Rows
     output: fx.Node
 
@@ -130,11 +129,10 @@ def _with_rows(add: Add, gradients: dict[str, fx.Node], rows: Rows) -> dict[str,
     found = dict(gradients)
     if rows.lost is not None:
         heads = add(_ATEN.any.dim, rows.lost, -2, True)
-        spoilt = {"value": heads} if rows.zero is not None else {
-            "query": rows.lost, "key": heads, "value": heads
-        }  # fmt: skip
-        for name in found.keys() & spoilt.keys():
-            found[name] = where(add, spoilt[name], math.nan, found[name])
+        spoilt = {"query": rows.lost, "key": heads, "value": heads}
+        for name in ("query", "key", "value") if rows.zero is None else ("value",):
+            if name in found:
+                found[name] = where(add, spoilt[name], math.nan, found[name])
     if rows.zero is not None and "query" in found:
         found["query"] = where(add, rows.zero, 0.0, found["query"])
     return found
@@ -162,14 +160,12 @@ def _operands(joint: JointGraph, attention: Attention, heads: Heads) -> dict[str
         "value": (attention.value, (*heads, columns, wide)),
         "gradient": (attention.gradient, (*heads, rows, wide)),
     }
-    found: dict[str, Operand] = {}
-    for name, (product, shape) in wanted.items():
-        if product is not None:
-            one = operand(joint, product, shape)
-            if one is None:
-                return None
-            found[name] = one
-    return found
+    found = {
+        name: operand(joint, product, shape)
+        for name, (product, shape) in wanted.items()
+        if product is not None
+    }
+    return None if None in found.values() else found  # type: ignore[return-value]
 
 
 def _try(joint: JointGraph, site: Fused) -> Fused | None:
@@ -193,17 +189,11 @@ def _try(joint: JointGraph, site: Fused) -> Fused | None:
         return None
     products = {"output": attention.output, **attention.gradients}
     batch = attention.sizes[0]
-    results: dict[str, Result] = {}
-    for name, node in made.items():
-        one = result(joint, products[name], fake(node), batch)
-        if one is None:
-            return None
-        results[name] = one
-    here = result_here(attention.output, fake(forward.output), batch)
-    if here is None:
-        return None
-    results["product"] = here
-    return replace(site, results=results)
+    results = {
+        name: result(joint, products[name], fake(node), batch) for name, node in made.items()
+    }
+    results["product"] = result_here(attention.output, fake(forward.output), batch)
+    return None if None in results.values() else replace(site, results=results)  # type: ignore[arg-type]
 
 
 def _size_of_copies(site: Fused) -> int:
@@ -216,15 +206,14 @@ def _size_of_copies(site: Fused) -> int:
 def _plan(
     joint: JointGraph, attention: Attention, kernel: AttentionKernel, is_inexact: bool
 ) -> Fused | None:
-    found: list[Fused] = []
+    found: list[Fused | None] = []
     for heads in _heads(attention):
         bias = plan_bias(attention.scores, heads)
-        if bias is None or bias.is_inexact is not is_inexact:
-            continue
-        operands = _operands(joint, attention, heads)
-        site = None if operands is None else _try(joint, Fused(attention, kernel, bias, operands))
-        found += [] if site is None else [site]
-    return min(found, key=_size_of_copies, default=None)
+        if bias is not None and bias.is_inexact is is_inexact:
+            operands = _operands(joint, attention, heads)
+            if operands is not None:
+                found.append(_try(joint, Fused(attention, kernel, bias, operands)))
+    return min(filter(None, found), key=_size_of_copies, default=None)
 
 
 def _find(rule: str, is_inexact: bool, joint: JointGraph) -> Iterator[Site]:
@@ -233,9 +222,8 @@ def _find(rule: str, is_inexact: bool, joint: JointGraph) -> Iterator[Site]:
         for kernel in (kernel for kernel in KERNELS if kernel.device == device):
             site = _plan(joint, attention, kernel, is_inexact)
             if site is not None:
-                yield Site(
-                    rule, f"{rule} {attention.probabilities.name} {kernel.name}", site.insert
-                )
+                name = f"{rule} {attention.probabilities.name} {kernel.name}"
+                yield Site(rule, name, site.insert)
 
 
 RULES = (
@@ -255,7 +243,7 @@ RULES = (
 
 # --- calls of kernels -------------------------------------------------------------------------
 
-Three = tuple[fx.Node, fx.Node, fx.Node]
+Nodes = tuple[fx.Node, ...]
 
 
 @dataclass(frozen=True)
@@ -270,7 +258,7 @@ class Inputs:
     scale: float
 
     @property
-    def operands(self) -> Three:
+    def operands(self) -> Nodes:
         return self.query, self.key, self.value
 
     @property
@@ -278,15 +266,7 @@ class Inputs:
         return [*fake(self.query).shape[:3], fake(self.key).shape[2]]
 
 
-@dataclass(frozen=True)
-class Kept:
-    """What the backward wants of the forward: the output first."""
-
-    output: fx.Node
-    more: tuple[fx.Node, ...]
-
-
-def _items(add: Add, call: fx.Node, *positions: int) -> tuple[fx.Node, ...]:
+def _items(add: Add, call: fx.Node, *positions: int) -> Nodes:
     return tuple(add(operator.getitem, call, position) for position in positions)
 
 
@@ -308,30 +288,21 @@ class OnCpu:
         fits = given.bias is None or fake(given.bias).dtype in types
         return len(_widths(given)) == 1 and fits
 
-    def forward(self, add: Add, given: Inputs) -> Kept:
+    def forward(self, add: Add, given: Inputs) -> Nodes:
+        """Output and logarithms."""
         target = _ATEN._scaled_dot_product_flash_attention_for_cpu.default
-        call = add(target, *given.operands, 0.0, given.is_causal, **self._named(given))
-        output, logarithms = _items(add, call, 0, 1)
-        return Kept(output, (logarithms,))
+        named = {"attn_mask": given.bias, "scale": given.scale}
+        return _items(add, add(target, *given.operands, 0.0, given.is_causal, **named), 0, 1)
 
-    def backward(self, add: Add, given: Inputs, kept: Kept, gradient: fx.Node) -> Three:
+    def backward(self, add: Add, given: Inputs, kept: Nodes, gradient: fx.Node) -> fx.Node:
         target = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward.default
-        args = (gradient, *given.operands, kept.output, *kept.more, 0.0, given.is_causal)
-        query, key, value = _items(add, add(target, *args, **self._named(given)), 0, 1, 2)
-        return query, key, value
-
-    def _named(self, given: Inputs) -> dict[str, Any]:
-        return {"attn_mask": given.bias, "scale": given.scale}
+        named = {"attn_mask": given.bias, "scale": given.scale}
+        return add(target, gradient, *given.operands, *kept, 0.0, given.is_causal, **named)
 
 
 def _capability() -> tuple[int, int]:
     """The capability of the GPU that is here; without one, of the oldest that has all kernels."""
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else (8, 0)
-
-
-def _has_little_shared_memory() -> bool:
-    """Cards on which flash attention has no backward for widths from 193 to 224."""
-    return (8, 6) <= _capability() <= (8, 9) or _capability()[0] == 12
 
 
 @dataclass(frozen=True)
@@ -345,6 +316,8 @@ class FlashOnCuda:
     def takes(self, given: Inputs) -> bool:
         """One width, a multiple of 8: others would have to be padded."""
         query, widths = fake(given.query), _widths(given)
+        # on these cards flash attention has no backward for widths from 193 to 224
+        has_little_shared_memory = (8, 6) <= _capability() <= (8, 9) or _capability()[0] == 12
         return (
             torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]
             and _capability() >= (8, 0)
@@ -352,26 +325,22 @@ class FlashOnCuda:
             and given.bias is None
             and len(widths) == 1
             and all(width % 8 == 0 and width <= self.most_width for width in widths)
-            and not (_has_little_shared_memory() and any(192 < width <= 224 for width in widths))
+            and not (has_little_shared_memory and any(192 < width <= 224 for width in widths))
         )
 
-    def forward(self, add: Add, given: Inputs) -> Kept:
+    def forward(self, add: Add, given: Inputs) -> Nodes:
         """Output, logarithms, and the state of the generator in two parts."""
         target = _ATEN._scaled_dot_product_flash_attention.default
         call = add(target, *given.operands, 0.0, given.is_causal, scale=given.scale)
-        output, *more = _items(add, call, 0, 1, 6, 7)
-        return Kept(output, tuple(more))
+        return _items(add, call, 0, 1, 6, 7)
 
-    def backward(self, add: Add, given: Inputs, kept: Kept, gradient: fx.Node) -> Three:
+    def backward(self, add: Add, given: Inputs, kept: Nodes, gradient: fx.Node) -> fx.Node:
         """Lengths of sequences are given as numbers: all are as long."""
         target = _ATEN._scaled_dot_product_flash_attention_backward.default
-        logarithms, seed, offset = kept.more
-        rows, columns = given.scores[2:]
-        lengths = (None, None, rows, columns)
-        args = (gradient, *given.operands, kept.output, logarithms, *lengths, 0.0)
-        call = add(target, *args, given.is_causal, seed, offset, scale=given.scale)
-        query, key, value = _items(add, call, 0, 1, 2)
-        return query, key, value
+        output, logarithms, seed, offset = kept
+        lengths = (None, None, *given.scores[2:])
+        args = (gradient, *given.operands, output, logarithms, *lengths, 0.0)
+        return add(target, *args, given.is_causal, seed, offset, scale=given.scale)
 
 
 @dataclass(frozen=True)
@@ -390,35 +359,27 @@ class EfficientOnCuda:
             and _capability() >= (8, 0)
             and query.dtype in (torch.float32, torch.float16, torch.bfloat16)
             and all(width % aligned == 0 for width in _widths(given))
-            and (given.bias is None or self._takes_bias(given, fake(given.bias)))
+            and (given.bias is None or fake(given.bias).dtype == query.dtype)
+            and (given.bias is None or fake(given.bias).shape[3] == given.scores[3])
+            and (given.bias is None or given.scores[3] % 16 == 0)
         )
 
-    def _takes_bias(self, given: Inputs, bias: torch.Tensor) -> bool:
-        fits = given.scores[3] % 16 == 0 and bias.shape[3] == given.scores[3]
-        return fits and bias.dtype == fake(given.query).dtype
-
-    def _bias(self, add: Add, given: Inputs) -> fx.Node | None:
-        if given.bias is None or list(fake(given.bias).shape) == given.scores:
-            return given.bias
-        return add(_ATEN.expand.default, given.bias, given.scores)
-
-    def forward(self, add: Add, given: Inputs) -> Kept:
+    def forward(self, add: Add, given: Inputs) -> Nodes:
         """Output, logarithms, seed and offset; the last is the mask once more, at full size."""
-        bias = self._bias(add, given)
+        bias = given.bias
+        if bias is not None and list(fake(bias).shape) != given.scores:
+            bias = add(_ATEN.expand.default, bias, given.scores)
         target = _ATEN._scaled_dot_product_efficient_attention.default
         args = (*given.operands, bias, True, 0.0, given.is_causal)
-        more = _items(add, add(target, *args, scale=given.scale), 0, 1, 2, 3)
-        return Kept(more[0], (*more[1:], *([] if bias is None else [bias])))
+        found = _items(add, add(target, *args, scale=given.scale), 0, 1, 2, 3)
+        return found if bias is None else (*found, bias)
 
-    def backward(self, add: Add, given: Inputs, kept: Kept, gradient: fx.Node) -> Three:
+    def backward(self, add: Add, given: Inputs, kept: Nodes, gradient: fx.Node) -> fx.Node:
         target = _ATEN._scaled_dot_product_efficient_attention_backward.default
-        logarithms, seed, offset, *bias = kept.more
-        mask = bias[0] if bias else None
-        inputs = (*given.operands, mask, kept.output, logarithms, seed, offset)
+        mask = kept[4] if len(kept) > 4 else None
         wanted = [True, True, True, False]
-        args = (gradient, *inputs, 0.0, wanted, given.is_causal)
-        query, key, value = _items(add, add(target, *args, scale=given.scale), 0, 1, 2)
-        return query, key, value
+        args = (gradient, *given.operands, mask, *kept[:4], 0.0, wanted, given.is_causal)
+        return add(target, *args, scale=given.scale)
 
 
 AttentionKernel = OnCpu | FlashOnCuda | EfficientOnCuda

@@ -15,13 +15,21 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
-from typing import Any
 
 import torch
 from torch import fx
 
 from fxremat.passes.joint_graph import JointGraph, root
-from fxremat.passes.nodes import Add, Shape, dtype_of, fake, known_shape, packet_name, shape_of
+from fxremat.passes.nodes import (
+    Add,
+    Shape,
+    dtype_of,
+    fake,
+    first_operand,
+    known_shape,
+    packet_name,
+    shape_of,
+)
 
 Pairs = tuple[tuple[int, int], ...]
 Layout = tuple[Pairs, ...]
@@ -73,16 +81,6 @@ def viewed(layout: Layout, shape: Sequence[int]) -> Layout | None:
     return tuple(found) if not left else None
 
 
-def _view(node: fx.Node, layout: Layout) -> Layout | None:
-    shape = shape_of(node)
-    return None if shape is None else viewed(layout, shape)
-
-
-def _permute(node: fx.Node, layout: Layout) -> Layout | None:
-    order: Any = node.args[1]
-    return tuple(layout[d] for d in order)
-
-
 def _transpose(node: fx.Node, layout: Layout) -> Layout | None:
     if len(layout) < 2:
         return layout
@@ -94,8 +92,7 @@ def _transpose(node: fx.Node, layout: Layout) -> Layout | None:
 
 def _expand(node: fx.Node, layout: Layout) -> Layout | None:
     shape = known_shape(node)
-    old = shape_of(node.args[0])  # type: ignore[arg-type]
-    assert old is not None
+    old = known_shape(first_operand(node))
     padded = ((),) * (len(shape) - len(old)) + layout
     sizes = (1,) * (len(shape) - len(old)) + old
     return tuple(
@@ -104,15 +101,14 @@ def _expand(node: fx.Node, layout: Layout) -> Layout | None:
     )
 
 
-def _same(node: fx.Node, layout: Layout) -> Layout | None:
-    return layout
-
-
 _MOVES: dict[str, Callable[[fx.Node, Layout], Layout | None]] = {
-    **dict.fromkeys(("view", "_unsafe_view", "reshape", "unsqueeze", "squeeze"), _view),
-    **dict.fromkeys(("clone", "alias", "detach", "contiguous"), _same),
+    **dict.fromkeys(
+        ("view", "_unsafe_view", "reshape", "unsqueeze", "squeeze"),
+        lambda node, layout: viewed(layout, known_shape(node)),
+    ),
+    **dict.fromkeys(("clone", "alias", "detach", "contiguous"), lambda node, layout: layout),
     **dict.fromkeys(("transpose", "t"), _transpose),
-    "permute": _permute,
+    "permute": lambda node, layout: tuple(layout[d] for d in node.args[1]),  # type: ignore[union-attr, index]
     "expand": _expand,
 }
 
@@ -296,10 +292,6 @@ def _fits(made: torch.Tensor, old: torch.Tensor) -> bool:
     return all(size == 1 or one == other for size, one, other in triples)
 
 
-def _largest_first(steps: Sequence[int]) -> list[int]:
-    return sorted(range(len(steps)), key=lambda place: -steps[place])
-
-
 def _behind(joint: JointGraph, product: Product, shape: Shape) -> Iterator[tuple[fx.Node, Layout]]:
     """A product and what it is moved to, with layouts over it."""
     node, layout = product.node, product.layout(shape)
@@ -332,7 +324,7 @@ def _best(places: Iterable[tuple[fx.Node, Layout]], made: torch.Tensor) -> Resul
         free = None if how is None else moved_freely(made, how)
         if how is not None and free is not None and _fits(free, old):
             return Result(node, how)
-        order = tuple(_largest_first(old.stride()))
+        order = tuple(sorted(range(old.dim()), key=old.stride().__getitem__, reverse=True))
         how = moves(whole(shape), tuple(layout[d] for d in order), [old.shape[d] for d in order])
         if how is not None and _fits(torch.empty(how[2], device="meta"), old.permute(order)):
             copied = Result(node, how, order)

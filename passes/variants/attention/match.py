@@ -22,14 +22,7 @@ from torch import fx
 
 from fxremat.passes.joint_graph import JointGraph, Role, reached
 from fxremat.passes.nodes import Shape, dtype_of, known_shape, packet_name, shape_of
-from fxremat.passes.variants.attention.layout import (
-    Product,
-    Seen,
-    origin,
-    swapped,
-    viewed,
-    whole,
-)
+from fxremat.passes.variants.attention.layout import Product, Seen, origin, swapped, viewed, whole
 from fxremat.passes.variants.attention.scores import Reading, number, packets, read, read_softmax
 
 
@@ -133,19 +126,17 @@ def _softmax_gradients(same: set[fx.Node]) -> Iterator[tuple[fx.Node, Any]]:
         if not isinstance(given, fx.Node) or given in same:
             continue
         for total in _readers([product], "sum"):
+            keeps = len(total.args) > 2 and total.args[2]
+            if not keeps or not _is_last(total.args[1], total.all_input_nodes[0]):
+                continue
             for node in (*_readers([total], "fma"), *_readers([product], "sub")):
-                if _sums_rows(total) and _subtracts(node, product, total, same):
+                if _subtracts(node, product, total, same):
                     yield node, given
 
 
 def _is_last(dims: Any, node: fx.Node) -> bool:
     listed = [dims] if isinstance(dims, int) else list(dims)
     return [d % len(known_shape(node)) for d in listed] == [len(known_shape(node)) - 1]
-
-
-def _sums_rows(total: fx.Node) -> bool:
-    keeps = len(total.args) > 2 and bool(total.args[2])
-    return keeps and _is_last(total.args[1], total.all_input_nodes[0])
 
 
 def _subtracts(node: fx.Node, product: fx.Node, total: fx.Node, same: set[fx.Node]) -> bool:

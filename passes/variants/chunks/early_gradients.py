@@ -25,7 +25,7 @@ from torch import fx
 from fxremat.compat.configuration import OpOverload
 from fxremat.passes.joint_graph import Role, is_repeatable, is_tensor, reached
 from fxremat.passes.nodes import arguments_of, dtype_of, packet_name, shape_of
-from fxremat.passes.variants.chunks.calls import VIEWS
+from fxremat.passes.variants.chunks.operators import VIEWS
 from fxremat.passes.variants.chunks.regions import Region, levels
 
 
@@ -52,7 +52,7 @@ def _ways(region: Region) -> list[fx.Node]:
         return [node for node in nodes if role.get(node) is Role.BACKWARD]
 
     found = reached(late(region.kinds), lambda node: late(node.all_input_nodes))
-    return sorted(found, key=region.position.__getitem__)
+    return sorted(found)
 
 
 def _first_cut(region: Region, ways: list[fx.Node]) -> int | None:
@@ -62,14 +62,11 @@ def _first_cut(region: Region, ways: list[fx.Node]) -> int | None:
     for i, node in enumerate(ways):
         if node in region.kinds:
             return None
-        if reach <= i and shape_of(node) in ((), (1,)) and not _more_sources(ways[i + 1 :]):
+        is_passed = reach <= i and shape_of(node) in ((), (1,))
+        if is_passed and all(later.op != "placeholder" for later in ways[i + 1 :]):
             return i
         reach = max([reach, *(index[user] for user in node.users if user in index)])
     return None
-
-
-def _more_sources(nodes: list[fx.Node]) -> bool:
-    return any(node.op == "placeholder" for node in nodes)
 
 
 def factor(region: Region) -> Factor | None:
@@ -93,15 +90,23 @@ def factor(region: Region) -> Factor | None:
 
 # --- linear operators ----------------------------------------------------------------------------
 
-_UNARY = frozenset({"neg", "clone", "sum", "mean", "permute", "expand"}) | VIEWS
-_FIRST = {
-    "div": "self", "_softmax_backward_data": "grad_output", "_log_softmax_backward_data":
-    "grad_output", "threshold_backward": "grad_output", "gelu_backward": "grad_output",
-    "silu_backward": "grad_output", "sigmoid_backward": "grad_output",
-    "tanh_backward": "grad_output", "gather": "self",
+_IN_ONE: dict[str, tuple[str, ...]] = {
+    "convert_element_type": ("a",),
+    **dict.fromkeys(
+        {"neg", "clone", "sum", "mean", "permute", "expand", "div", "gather", "constant_pad_nd"}
+        | VIEWS,
+        ("self",),
+    ),
+    **dict.fromkeys(
+        (
+            "_softmax_backward_data", "_log_softmax_backward_data", "threshold_backward",
+            "gelu_backward", "silu_backward", "sigmoid_backward", "tanh_backward",
+        ),
+        ("grad_output",),
+    ),
+    "mul": ("self", "other"), "mm": ("self", "mat2"), "bmm": ("self", "mat2"),
 }  # fmt: skip
-"""Operators that are linear in one named operand."""
-_PRODUCTS = {"mul": ("self", "other"), "mm": ("self", "mat2"), "bmm": ("self", "mat2")}
+"""Operators that are linear in one of these operands, where only that depends on the number."""
 _SUMS = {"add": ("self", "other"), "sub": ("self", "other"), "where": ("self", "other"),
          "scatter": ("self", "src"), "scatter_add": ("self", "src")}  # fmt: skip
 
@@ -118,30 +123,20 @@ def _is_linear(node: fx.Node, dependent: set[fx.Node]) -> bool:
     """Whether the node is linear in what depends on the number, and 0 where that is 0."""
     if not isinstance(node.target, OpOverload) or not is_tensor(node):
         return False
-    dtype = dtype_of(node)
-    if not dtype.is_floating_point:
-        return False
     name, named = packet_name(node), arguments_of(node)
-    if "reduce" in named:
+    if "reduce" in named or not dtype_of(node).is_floating_point:
         return False
     read = {
         key for key, value in named.items() if isinstance(value, fx.Node) and value in dependent
     }
-    if len([i for i in node.all_input_nodes if i in dependent]) != len(
-        {named[key] for key in read}
-    ):
+    if dependent.intersection(node.all_input_nodes) != {
+        named[key] for key in read
+    }:  # some in lists
         return name == "cat" and all(i in dependent or _is_zero(i) for i in node.all_input_nodes)
-    if name == "convert_element_type":
-        return read == {"a"}
-    if name in _UNARY:
-        return read == {"self"}
-    if name in _FIRST:
-        return read == {_FIRST[name]} and named.get("rounding_mode") is None
-    if name in _PRODUCTS:
-        return len(read) == 1 and read <= {*_PRODUCTS[name]}
+    if name in _IN_ONE:
+        is_plain = named.get("rounding_mode") is None and _is_zero(named.get("value", 0))
+        return len(read) == 1 and read <= {*_IN_ONE[name]} and is_plain
     if name in _SUMS:
         others = [named.get(key, named.get("value")) for key in _SUMS[name] if key not in read]
         return read <= {*_SUMS[name]} and all(map(_is_zero, others))
-    if name == "constant_pad_nd":
-        return read == {"self"} and _is_zero(named["value"])
     return False

@@ -19,25 +19,18 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_aggregate
 
 from fxremat.compat.inductor.kernels import apart
 from fxremat.compat.joint_graph import is_tangent
 from fxremat.core.constants import MOST_NODES
 from fxremat.passes.joint_graph import computed_from
 from fxremat.passes.nodes import dtype_of, packet_name
-from fxremat.passes.variants.chunks.calls import Operand, Result, row_shape_of
-from fxremat.passes.variants.chunks.loops import Loop
-from fxremat.passes.variants.chunks.one_hot_rows import constant_of
+from fxremat.passes.variants.chunks.loops import Loop, constant_of
+from fxremat.passes.variants.chunks.operators import Operand, Result, row_shape_of
 from fxremat.passes.variants.chunks.regions import Region, readers
 from fxremat.runtime.chunks.buffers import COPIES, VIEWS
-from fxremat.runtime.chunks.program import (
-    Ignored,
-    Kind,
-    Number,
-    Program,
-    overload,
-    with_values,
-)
+from fxremat.runtime.chunks.program import Ignored, Kind, Number, overload, with_values
 
 
 @dataclass(frozen=True)
@@ -48,43 +41,22 @@ class Label:
     number: Number
 
 
-@dataclass(frozen=True)
-class IgnoredRows:
-    """A region of which some rows add nothing, and what is known in one of these."""
-
-    region: Region
-    row: _Row
-
-    def leave_out(self, loops: tuple[Loop, ...]) -> tuple[Loop, ...]:
-        """All loops of the region, leaving these rows out; none where it cannot be shown."""
-        found = []
-        outside = set(self.region.read_outside())
-        for loop in loops:
-            results = _results(self.row, loop, outside)
-            if results is None:
-                return ()
-            found.append(_with_ignored(self.row, loop, results))
-        return tuple(found)
-
-
 def ignored_rows(region: Region, others: Set[fx.Node] = frozenset()) -> IgnoredRows | None:
     """What says of rows that they add nothing to the region; None where nothing can be shown.
 
     The region may grow, but not by ``others``, which are in other regions.
     """
     for label in _labels(region):
-        row = _Row(region, label).follow()
+        row = IgnoredRows(region, label).follow()
         grown = _grown(region, row, others)
-        if grown is not None and all(row.adds_nothing(n) for n in _sums(grown)):
-            return IgnoredRows(grown, row)
+        if grown is not None:
+            sums = [node for node, kind in grown.kinds.items() if kind == "sum"]
+            if all(is_zero(row.result(node, "sum")) for node in sums):
+                return replace(row, region=grown)
     return None
 
 
-def _sums(region: Region) -> list[fx.Node]:
-    return [node for node, kind in region.kinds.items() if kind == "sum"]
-
-
-def _grown(region: Region, row: _Row, others: Set[fx.Node]) -> Region | None:
+def _grown(region: Region, row: IgnoredRows, others: Set[fx.Node]) -> Region | None:
     """The region with all that lies between its results and where they are known."""
     kinds = dict(region.kinds)
     todo = [n for n, kind in kinds.items() if kind == "row" and not row.is_known(n)]
@@ -132,7 +104,12 @@ def _labels(region: Region) -> list[Label]:
                 if source.op == "placeholder" and not is_tangent(source):
                     found[Label(source, known(0, dtype_of(source)).number)] = None
     kept = (label for label in found if label.node not in region.joint.mutated)
-    return [label for label in kept if not _depends(region, label.node)]
+
+    def depends(label: Label) -> bool:
+        sources = computed_from([label.node])
+        return any(one in region.kinds or is_tangent(one) for one in sources)
+
+    return [label for label in kept if not depends(label)]
 
 
 def _is_one_a_row(region: Region, node: fx.Node) -> bool:
@@ -154,17 +131,15 @@ def _source(region: Region, node: fx.Node) -> fx.Node:
     return node
 
 
-def _depends(region: Region, node: fx.Node) -> bool:
-    """Whether a node is computed from what the region computes, or in it."""
-    return any(one in region.kinds or is_tangent(one) for one in computed_from([node]))
-
-
 # --- what follows --------------------------------------------------------------------------------
 
 
 @dataclass
-class _Row:
-    """What is known of the nodes of the graph in a row with this label."""
+class IgnoredRows:
+    """A region of which the rows with this label add nothing, and what is known of its nodes there.
+
+    ``region`` may grow once that has been worked out (`follow`).
+    """
 
     region: Region
     label: Label
@@ -177,17 +152,20 @@ class _Row:
         return self.value(node) is not None
 
     def result(self, node: fx.Node, kind: Kind) -> Value:
-        calls = self.region.calls(node, kind)
         parts: list[Value] = []
-        for call in calls or ():
-            args = _with_values(call.args, self, parts)
+
+        def argument(one: Any) -> Any:
+            if isinstance(one, Operand):
+                # what all rows share is not that of one row, even if it has as many elements
+                return _constant(one.node) if one.kind == "whole" else self.value(one.node)
+            return parts[one.position] if isinstance(one, Result) else one
+
+        for call in self.region.calls(node, kind) or ():
+            args = map_aggregate(call.args, argument)
             parts.append(result_of(call.op, args, call.kwargs, call.dtype))
         return parts[-1] if parts else None
 
-    def adds_nothing(self, node: fx.Node) -> bool:
-        return is_zero(self.result(node, "sum"))
-
-    def follow(self) -> _Row:
+    def follow(self) -> IgnoredRows:
         """Everything that is known because of the label."""
         self.values[self.label.node] = Known(self.label.number)
         node = self.label.node.next
@@ -200,59 +178,46 @@ class _Row:
             node = node.next
         return self
 
+    def leave_out(self, loops: tuple[Loop, ...]) -> tuple[Loop, ...]:
+        """All loops of the region, leaving these rows out; none where it cannot be shown."""
+        outside = set(self.region.read_outside())
+        results = [self.results(loop, outside) for loop in loops]
+        if None in results:
+            return ()
+        return tuple(self.with_ignored(*pair) for pair in zip(loops, results, strict=True))  # type: ignore[arg-type]
+
+    def results(self, loop: Loop, outside: set[fx.Node]) -> list[Number] | None:
+        """What the results of a loop are; None if one is not known that is read outside."""
+        program = loop.program
+        values = [*map(self.value, loop.rows), *map(_constant, loop.whole)]
+        for one in program.instructions:
+            args = with_values(one.args, values.__getitem__, 0)
+            values.append(result_of(one.op, args, one.kwargs, one.dtype))
+        found: list[Number] = []
+        for node, number in zip(loop.results, program.results, strict=True):
+            value, made = values[number], program.instruction(number)
+            is_sum = made is not None and made.kind == "sum"
+            if (value is None and node in outside) or (is_sum and not is_zero(value)):
+                return None
+            found.append(0 if value is None else value.number)
+        return found
+
+    def with_ignored(self, loop: Loop, results: Sequence[Number]) -> Loop:
+        program, rows, first = loop.program, loop.rows, loop.program.num_rows
+        if self.label.node not in rows:  # one more row input, which nothing reads
+            rows = (*rows, self.label.node)
+            program = program.renumbered(lambda n: n + (n >= first), first + 1, program.num_whole)
+        values = map(self.value, rows)
+        inputs = tuple(None if value is None else value.number for value in values)
+        place = rows.index(self.label.node)
+        ignored = Ignored(place, self.label.number, inputs, tuple(results))
+        return replace(loop, rows=rows, program=replace(program, ignored=ignored))
+
 
 def _constant(node: fx.Node) -> Value:
     """The number that a tensor is filled with, in all rows."""
     constant = constant_of(node)
     return known(constant, dtype_of(node)) if isinstance(constant, float) else None
-
-
-def _with_values(thing: Any, row: _Row, parts: Sequence[Value]) -> Any:
-    if isinstance(thing, Operand):
-        # what all rows share is not that of one row, even if it has as many elements
-        return _constant(thing.node) if thing.kind == "whole" else row.value(thing.node)
-    if isinstance(thing, Result):
-        return parts[thing.position]
-    if isinstance(thing, (list, tuple)):
-        return tuple(_with_values(part, row, parts) for part in thing)
-    return thing
-
-
-# --- loops ---------------------------------------------------------------------------------------
-
-
-def _results(row: _Row, loop: Loop, outside: set[fx.Node]) -> list[Number] | None:
-    """What the results of a loop are in the row; None if one is not known that is read outside."""
-    program = loop.program
-    values = [*map(row.value, loop.rows), *map(_constant, loop.whole)]
-    for one in program.instructions:
-        args = tuple(with_values(one.args, values.__getitem__, 0))
-        values.append(result_of(one.op, args, one.kwargs, one.dtype))
-    found: list[Number] = []
-    for node, number in zip(loop.results, program.results, strict=True):
-        value, made = values[number], program.instruction(number)
-        is_sum = made is not None and made.kind == "sum"
-        if (value is None and node in outside) or (is_sum and not is_zero(value)):
-            return None
-        found.append(0 if value is None else value.number)
-    return found
-
-
-def _with_ignored(row: _Row, loop: Loop, results: Sequence[Number]) -> Loop:
-    node = row.label.node
-    program, rows = loop.program, loop.rows
-    if node not in rows:
-        program, rows = _with_row_input(program), (*rows, node)
-    values = [row.value(n) for n in rows]
-    inputs = tuple(None if value is None else value.number for value in values)
-    ignored = Ignored(rows.index(node), row.label.number, inputs, tuple(results))
-    return replace(loop, rows=rows, program=replace(program, ignored=ignored))
-
-
-def _with_row_input(program: Program) -> Program:
-    """The program with one more row input, which nothing reads."""
-    rows = program.num_rows
-    return program.renumbered(lambda n: n + (n >= rows), rows + 1, program.num_whole)
 
 
 # --- what is known of a row -------------------------------------------------------------------
@@ -293,15 +258,12 @@ def result_of(
     found = None if rule is None else rule(*args)
     if found is not None:
         return known(found.number, dtype)
-    return _computed(op, args, dtype) if _is_of_elements(op) else None
+    is_of_elements = op in COPIES or torch.Tag.pointwise in overload(op).tags
+    return _computed(op, args, dtype) if is_of_elements else None
 
 
 def _name(op: str) -> str:
     return op.split(".")[1]
-
-
-def _is_of_elements(op: str) -> bool:
-    return op in COPIES or torch.Tag.pointwise in overload(op).tags
 
 
 def _computed(op: str, args: tuple[Any, ...], dtype: torch.dtype) -> Value:
@@ -322,14 +284,6 @@ def _computed(op: str, args: tuple[Any, ...], dtype: torch.dtype) -> Value:
 # --- operators -----------------------------------------------------------------------------------
 
 
-def _same(given: Value, *_: Any) -> Value:
-    return given
-
-
-def _zero(given: Value, *_: Any) -> Value:
-    return given if is_zero(given) else None
-
-
 def _value(given: Value | Number) -> Value:
     """What is known of a number that stands in an argument, or of a tensor."""
     return Known(given) if isinstance(given, (bool, int, float)) else given
@@ -341,10 +295,6 @@ def _product(left: Any, right: Any) -> Value:
         if is_zero(one) and (other is None or isfinite(other.number)):
             return Known(0)
     return None
-
-
-def _both(left: Any, right: Any) -> Value:
-    return next((one for one in (left, right) if is_zero(one)), None)
 
 
 def _choice(condition: Value, true: Value | Number, false: Value | Number) -> Value:
@@ -359,25 +309,23 @@ def _written(into: Value, _: int, __: Value, source: Any) -> Value:
     return into if into is not None and value is not None and into.number == value.number else None
 
 
-def _added(into: Value, _: int, __: Value, source: Value) -> Value:
-    return into if is_zero(source) else None
-
-
 _RULES: Mapping[str, Callable[..., Value]] = {
-    **dict.fromkeys((*map(_name, VIEWS), "clone", "amax", "amin", "mean", "gather"), _same),
+    **dict.fromkeys(
+        (*map(_name, VIEWS), "clone", "amax", "amin", "mean", "gather"), lambda given, *_: given
+    ),
     **dict.fromkeys(("mul", "mm", "bmm"), _product),
-    **dict.fromkeys(("logical_and", "bitwise_and"), _both),
+    **dict.fromkeys(("logical_and", "bitwise_and"),
+        lambda left, right: next(filter(is_zero, (left, right)), None)),
     "where": _choice,
     "scatter": _written,
-    "scatter_add": _added,
+    "scatter_add": lambda into, dim, index, source: into if is_zero(source) else None,
     "full": lambda _, number: Known(number),
-    "sum": _zero,
     **dict.fromkeys(
         (
-            "_softmax_backward_data", "_log_softmax_backward_data", "tanh_backward",
+            "sum", "_softmax_backward_data", "_log_softmax_backward_data", "tanh_backward",
             "sigmoid_backward", "gelu_backward", "silu_backward", "threshold_backward",
         ),
-        _zero,
+        lambda given, *_: given if is_zero(given) else None,
     ),
 }  # fmt: skip
 """What follows by itself; of known numbers, torch says what an operator on elements gives."""

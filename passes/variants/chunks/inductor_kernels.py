@@ -16,7 +16,7 @@ from torch import fx
 from fxremat.compat.inductor.post_grad import prefers_channels_last
 from fxremat.compat.tensors import fake_mode_of
 from fxremat.passes.base import Changed, Pass
-from fxremat.passes.joint_graph import is_tensor
+from fxremat.passes.joint_graph import is_tensor, reached
 from fxremat.runtime.chunks.buffers import places_of_images
 from fxremat.runtime.chunks.fused_kernels import Kernel
 from fxremat.runtime.chunks.operator import ROWS, kernels_called
@@ -54,16 +54,14 @@ def _lay_out(node: fx.Node) -> None:
 
 def _is_wanted_densely(result: fx.Node) -> bool:
     """Whether the caller sees the result, or another call reads it or what loops make of it."""
-    size, seen, left = result.meta["val"].numel(), {result}, [result]
-    while left:
-        for user in left.pop().users:
-            if user.target is ROWS or (user.op == "output" and result in user.all_input_nodes):
-                return True
-            same = is_tensor(user) and user.meta["val"].numel() == size
-            if same and user not in seen:
-                seen.add(user)
-                left.append(user)
-    return False
+    size = result.meta["val"].numel()
+
+    def same(node: fx.Node) -> bool:
+        return is_tensor(node) and bool(node.meta["val"].numel() == size)
+
+    looks = reached([result], lambda node: filter(same, node.users))
+    is_read = any(user.target is ROWS for node in looks for user in node.users)
+    return is_read or any(user.op == "output" for user in result.users)
 
 
 def _kernels(module: fx.GraphModule) -> Iterator[Kernel]:
@@ -72,8 +70,8 @@ def _kernels(module: fx.GraphModule) -> Iterator[Kernel]:
         yield from kernels_called(*args, **kwargs)
 
 
-def _calls(module: fx.GraphModule) -> Iterator[fx.Node]:
-    yield from module.graph.find_nodes(op="call_function", target=ROWS)
+def _calls(module: fx.GraphModule) -> list[fx.Node]:
+    return list(module.graph.find_nodes(op="call_function", target=ROWS))
 
 
 @dataclass(frozen=True)
@@ -84,7 +82,7 @@ class LayOutRows(Pass):
 
     def call(self, module: fx.GraphModule) -> Changed:
         suit_rows(module)
-        return Changed(module, any(True for _ in _calls(module)))
+        return Changed(module, bool(_calls(module)))
 
     def ensures(self, module: fx.GraphModule) -> None:
         for node in _calls(module):
@@ -101,7 +99,7 @@ class InterpretRows(Pass):
         for node in _calls(module):
             node.kwargs = {**node.kwargs, "fused": False}
         module.recompile()
-        return Changed(module, any(True for _ in _calls(module)))
+        return Changed(module, bool(_calls(module)))
 
 
 @dataclass(frozen=True)

@@ -7,31 +7,40 @@ they are read outside.
 
     level 0   x, w, labels -> losses [N], max [N, 1], log [N, 1]
     level 1   x, w, labels, max, log, gradient -> dx, dw        logits of a chunk again
+
+**One-hot rows.** The gradient of picking one element of each row is, after decomposition, a
+comparison of all positions with the index, a choice between two numbers, and a product: four passes
+over [N, V] for one number a row. Such a value is kept as an index and an element for each row.
+
+    eq(index, iota); where(.., -1, 0); mul(.., g); sum       before (low precision: and converted)
+    p = -g at the index; the sum is p                         after
+    sub(mul(e, s), ..)  ->  scatter_add(mul(e, s), index, p)
+
+What is computed stays the same, element by element: zeros are neither multiplied nor added. (Zero
+times infinity does not become NaN; an infinite gradient stays so in the element itself.) An index
+outside of the row has no element: then a 0 is added at some place inside.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
 from typing import Any
 
+import torch
 from torch import fx
 
-from fxremat.passes.nodes import dtype_of, shape_of
-from fxremat.passes.variants.chunks.calls import (
-    Calls,
-    Operand,
-    Result,
-    operands,
-    row_shape_of,
-)
-from fxremat.passes.variants.chunks.one_hot_rows import with_one_hot_rows, without_unused
+from fxremat.passes.joint_graph import reached
+from fxremat.passes.nodes import dtype_of, first_operand, packet_name, shape_of
+from fxremat.passes.variants.chunks.operators import Operand, Result, operands, row_shape_of
 from fxremat.passes.variants.chunks.regions import Region
-from fxremat.runtime.chunks.buffers import MATMULS
 from fxremat.runtime.chunks.program import Instruction, Kind, Program, Ref, RowCount
 
 BLOCK = 1 << 40
 """While a program is being written, whole inputs and so on are numbered from multiples of this."""
+_ROWS, _WHOLE, _SETUP, _LOOP = range(4)
 
 
 class Refused(Exception):
@@ -54,68 +63,47 @@ class Loop:
 
 
 class _ProgramWriter:
-    """Writes the program of one loop."""
+    """Writes the program of one loop; ``blocks`` are its row inputs, whole inputs, setup, loop."""
 
     def __init__(self, region: Region, stops: Callable[[fx.Node, Kind], bool]) -> None:
         self.region, self.stops = region, stops
-        self.rows: list[fx.Node] = []
-        self.whole: list[fx.Node] = []
+        self.blocks: tuple[list[Any], ...] = ([], [], [], [])
         self.dense: set[fx.Node] = set()
-        self.setup: list[Instruction] = []
-        self.loop: list[Instruction] = []
         self.made: dict[tuple[fx.Node, Kind], int] = {}
         self.reshaped_values: dict[tuple[int, tuple[int, ...]], int] = {}
 
-    # What a value is computed from.
+    def add(self, one: fx.Node | Instruction, block: int = _LOOP) -> int:
+        self.blocks[block].append(one)
+        return block * BLOCK + len(self.blocks[block]) - 1
 
-    def is_computed(self, node: fx.Node, kind: Kind) -> bool:
+    def is_computed(self, operand: Operand) -> bool:
+        node, kind = operand.node, operand.kind
         if self.region.kinds.get(node) == kind:
             return not self.stops(node, kind)
-        return kind == "row" and not node.all_input_nodes and self.calls(node, kind) is not None
-
-    def calls(self, node: fx.Node, kind: Kind) -> Calls | None:
-        return self.region.calls(node, kind)
+        made_of_nothing = kind == "row" and not node.all_input_nodes
+        return made_of_nothing and self.region.calls(node, kind) is not None
 
     def slice_of(self, results: list[fx.Node]) -> list[tuple[fx.Node, Kind]]:
         """Everything to compute for the results, in graph order."""
-        found: set[tuple[fx.Node, Kind]] = set()
-        stack = [(node, self.region.kinds[node]) for node in results]
-        while stack:
-            one = stack.pop()
-            if one in found:
-                continue
-            found.add(one)
-            calls = self.calls(*one)
-            assert calls is not None
-            stack += [(o.node, o.kind) for o in operands(calls) if self.is_computed(o.node, o.kind)]
-        return sorted(found, key=lambda one: (self.region.position[one[0]], one[1]))
 
-    # Writing it down.
+        def read(one: tuple[fx.Node, Kind]) -> list[tuple[fx.Node, Kind]]:
+            given = operands(self.region.known_calls(*one))
+            return [(o.node, o.kind) for o in given if self.is_computed(o)]
+
+        found = reached(((node, self.region.kinds[node]) for node in results), read)
+        return sorted(found)
 
     def write(self, results: list[fx.Node]) -> None:
         for node, kind in self.slice_of(results):
-            calls = self.calls(node, kind)
-            assert calls is not None
             parts: list[int] = []
-            for call in calls:
-                args = self.translated(call.args, parts, call.op in MATMULS)
-                named = {k: self.translated(v, parts, False) for k, v in call.kwargs.items()}
-                one = Instruction(call.op, args, named, call.kind, call.row_shape, call.dtype)
-                parts.append(self.add(one))
+            for call in self.region.known_calls(node, kind):
+                parts.append(self.add(call.with_other(partial(self.argument, parts))))
             self.made[node, kind] = parts[-1]
 
-    def add(self, one: Instruction) -> int:
-        self.loop.append(one)
-        return 3 * BLOCK + len(self.loop) - 1
-
-    def translated(self, thing: Any, parts: list[int], for_matmul: bool) -> Any:
-        if isinstance(thing, Operand):
-            return Ref(self.value(thing))
-        if isinstance(thing, Result):
-            return Ref(parts[thing.position])
-        if isinstance(thing, (list, tuple)):
-            return tuple(self.translated(part, parts, for_matmul) for part in thing)
-        return thing
+    def argument(self, parts: list[int], one: Any) -> Any:
+        if isinstance(one, Operand):
+            return Ref(self.value(one))
+        return Ref(parts[one.position]) if isinstance(one, Result) else one
 
     def value(self, wanted: Operand) -> int:
         node, kind = wanted.node, wanted.kind
@@ -131,20 +119,16 @@ class _ProgramWriter:
         """A look at a value in another shape; it has to be dense."""
         key = number, wanted.row_shape
         if key not in self.reshaped_values:
-            dtype = dtype_of(wanted.node)
-            if wanted.kind == "whole":
-                self.setup.append(
-                    Instruction("aten.view.default", (Ref(number), wanted.row_shape), {}, "whole",
-                                wanted.row_shape, dtype)
-                )  # fmt: skip
-                self.reshaped_values[key] = 2 * BLOCK + len(self.setup) - 1
-            else:
+            is_whole = wanted.kind == "whole"
+            shape: tuple[Any, ...] = wanted.row_shape
+            if not is_whole:
                 number = self.as_dense(number, wanted.node)
-                shape = (RowCount(), *wanted.row_shape)
-                self.reshaped_values[key] = self.add(
-                    Instruction("aten.view.default", (Ref(number), shape), {}, "row",
-                                wanted.row_shape, dtype)
-                )  # fmt: skip
+                shape = (RowCount(), *shape)
+            view = Instruction(
+                "aten.view.default", (Ref(number), shape), {}, "whole" if is_whole else "row",
+                wanted.row_shape, dtype_of(wanted.node),
+            )  # fmt: skip
+            self.reshaped_values[key] = self.add(view, _SETUP if is_whole else _LOOP)
         return self.reshaped_values[key]
 
     def as_dense(self, number: int, node: fx.Node) -> int:
@@ -152,32 +136,40 @@ class _ProgramWriter:
         if number < BLOCK:
             self.dense.add(node)
             return number
-        one = self.loop[number - 3 * BLOCK]
+        one = self.blocks[_LOOP][number - _LOOP * BLOCK]
         if one.op not in ("aten.permute.default", "aten.expand.default", "aten.slice.Tensor",
                           "aten.select.int"):  # fmt: skip
             return number
-        copy = Instruction(
-            "aten.clone.default", (Ref(number),), {}, "row", one.row_shape, one.dtype
+        return self.add(
+            replace(one, op="aten.clone.default", args=(Ref(number),), kwargs={}, kind="row")
         )
-        return self.add(copy)
 
     def input(self, node: fx.Node, kind: Kind) -> int:
-        if kind not in ("row", "whole") or (
-            self.region.is_view(node) and node in self.region.kinds
-        ):
+        is_look = self.region.is_view(node) and node in self.region.kinds
+        if kind not in ("row", "whole") or is_look:
             raise Refused(f"{node} is no input of a loop")
-        where = self.rows if kind == "row" else self.whole
-        where.append(node)
-        return (0 if kind == "row" else BLOCK) + len(where) - 1
+        return self.add(node, _ROWS if kind == "row" else _WHOLE)
 
     def program(self, results: list[fx.Node]) -> Program:
-        starts = [0, len(self.rows), len(self.rows) + len(self.whole)]
-        starts.append(starts[-1] + len(self.setup))
+        starts = list(accumulate(map(len, self.blocks), initial=0))
         made = tuple(self.made[node, self.region.kinds[node]] for node in results)
-        written = Program(0, 0, tuple(self.setup), tuple(self.loop), made)
-        return written.renumbered(
-            lambda n: starts[n // BLOCK] + n % BLOCK, len(self.rows), len(self.whole)
+        rows, whole, setup, loop = self.blocks
+        return Program(0, 0, tuple(setup), tuple(loop), made).renumbered(
+            lambda n: starts[n // BLOCK] + n % BLOCK, len(rows), len(whole)
         )
+
+    def as_loop(self, level: int, results: list[fx.Node]) -> Loop:
+        self.write(results)
+        rows, whole, *_ = self.blocks
+        if not rows:
+            raise Refused("a loop without rows")
+        row_shapes = [row_shape_of(node, self.region.rows) or () for node in rows]
+        program = with_one_hot_rows(self.program(results), row_shapes, whole)
+        program, rows_read, whole_read = without_unused(program)
+        return Loop(
+            level, tuple(rows[n] for n in rows_read), tuple(whole[n] for n in whole_read),
+            frozenset(self.dense), program, tuple(results),
+        )  # fmt: skip
 
 
 def plan_loops(region: Region, level: Mapping[fx.Node, int]) -> list[Loop]:
@@ -186,7 +178,7 @@ def plan_loops(region: Region, level: Mapping[fx.Node, int]) -> list[Loop]:
         wanted.setdefault(level[node], set()).add(node)
     depending_on_big, loops = region.depending_on_big(), []
     for now in range(max(level.values()), -1, -1):
-        results = sorted(wanted.get(now, ()), key=region.position.__getitem__)
+        results = sorted(wanted.get(now, ()))
         if not results:
             continue
 
@@ -194,22 +186,243 @@ def plan_loops(region: Region, level: Mapping[fx.Node, int]) -> list[Loop]:
             narrow = not region.is_big(node) and not region.is_view(node)
             return level[node] < now and (kind == "sum" or (narrow and node in depending_on_big))
 
-        writer = _ProgramWriter(region, stops)
-        writer.write(results)
-        if not writer.rows:
-            raise Refused("a loop without rows")
-        loops.append(_loop(writer, now, results))
+        loops.append(_ProgramWriter(region, stops).as_loop(now, results))
         for node in (*loops[-1].rows, *loops[-1].whole):
             if node in region.kinds:
                 wanted.setdefault(level[node], set()).add(node)
     return loops[::-1]
 
 
-def _loop(writer: _ProgramWriter, level: int, results: list[fx.Node]) -> Loop:
-    row_shapes = [row_shape_of(node, writer.region.rows) or () for node in writer.rows]
-    program = with_one_hot_rows(writer.program(results), row_shapes, writer.whole)
-    program, rows, whole = without_unused(program)
-    return Loop(
-        level, tuple(writer.rows[n] for n in rows), tuple(writer.whole[n] for n in whole),
-        frozenset(writer.dense), program, tuple(results),
-    )  # fmt: skip
+# --- one-hot rows ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class OneHotRow:
+    """The element of each row that may differ from zero: values [rows, 1] of the program.
+
+    ``element`` is a number while it is the same for all rows (``is_number``).
+    """
+
+    index: int
+    element: int | float
+    is_number: bool
+
+
+def constant_of(node: fx.Node) -> float | str | None:
+    """The number that a tensor is filled with; "iota" for positions 0, 1, 2, ... in one row."""
+    name = packet_name(node)
+    if name in ("view", "expand", "unsqueeze", "reshape"):
+        source = first_operand(node)
+        shape, own, found = shape_of(node), shape_of(source), constant_of(source)
+        keeps = shape is not None and own is not None and shape[-1:] == own[-1:]
+        return found if keeps or found != "iota" else None
+    if name in ("full", "scalar_tensor"):
+        value = node.args[1 if name == "full" else 0]
+        return float(value) if isinstance(value, (int, float)) else None
+    if name == "iota":
+        given = (node.kwargs.get("start"), node.kwargs.get("step"))
+        return "iota" if given == (0, 1) else None
+    return None
+
+
+class _Simplifier:
+    """Walks a program once; new instructions go where the old ones are."""
+
+    def __init__(
+        self,
+        program: Program,
+        row_shapes: Sequence[tuple[int, ...]],
+        constants: Mapping[int, float | str],
+    ) -> None:
+        self.program, self.row_shapes, self.constants = program, row_shapes, constants
+        self.loop: list[Instruction] = []
+        self.renamed: dict[int, int] = {}
+        self.compared_indices: dict[int, int] = {}
+        self.one_hot_rows: dict[int, OneHotRow] = {}
+        self.placed_elements: dict[int, tuple[int, int]] = {}
+
+    def row_shape(self, number: int) -> tuple[int, ...]:
+        if number < self.program.first:
+            return self.row_shapes[number]
+        if number < self.program.start:
+            return self.program.setup[number - self.program.first].row_shape
+        return self.loop[number - self.program.start].row_shape
+
+    def is_one_a_row(self, number: int) -> bool:
+        has_rows = number < self.program.num_rows or number >= self.program.start
+        return has_rows and self.row_shape(number) == (1,)
+
+    def made_by(self, number: int) -> Instruction | None:
+        number -= self.program.start
+        return self.loop[number] if number >= 0 else None
+
+    def add(self, op: str, *args: Any, like: Instruction, row_shape: tuple[int, ...] = (1,),
+            dtype: torch.dtype | None = None) -> int:  # fmt: skip
+        dtype = like.dtype if dtype is None else dtype
+        self.loop.append(Instruction(op, args, {}, "row", row_shape, dtype))
+        return self.program.start + len(self.loop) - 1
+
+    def run(self) -> Program:
+        for position, one in enumerate(self.program.loop):
+            one = one.renumbered(lambda n: self.renamed.get(n, n))
+            number = self.program.start + position
+            replacement = self.replacement(one)
+            self.loop.append(one)
+            mine = self.program.start + len(self.loop) - 1
+            self.renamed[number] = mine if replacement is None else replacement
+            if replacement is None:
+                self.remember(mine, one)
+        results = tuple(self.renamed.get(n, n) for n in self.program.results)
+        return _without_dead(replace(self.program, loop=tuple(self.loop), results=results))
+
+    # What is a point.
+
+    def remember(self, number: int, one: Instruction) -> None:
+        """Remember an instruction that compares with positions or makes a point."""
+        if one.kind != "row":
+            return
+        if one.op == "aten.eq.Tensor":
+            self.remember_comparison(number, one)
+        elif one.op == "aten.where.self":
+            condition, true, false = (a.number for a in one.args)
+            index, element = self.compared_indices.get(condition), self.constants.get(true)
+            is_zero = self.constants.get(false) == 0.0
+            if index is not None and is_zero and isinstance(element, float):
+                self.one_hot_rows[number] = OneHotRow(index, element, True)
+        elif one.op == "aten.mul.Tensor":
+            self.remember_product(number, one)
+        elif one.op == "prims.convert_element_type.default":
+            self.remember_conversion(number, one)
+
+    def remember_comparison(self, number: int, one: Instruction) -> None:
+        pair = [a.number for a in one.args if isinstance(a, Ref)]
+        if len(pair) != 2:
+            return
+        for index, positions in (pair, pair[::-1]):
+            made = self.made_by(index)
+            if made is not None and made.op == "aten.expand.default":
+                index = made.args[0].number
+            if self.constants.get(positions) != "iota" or not self.is_one_a_row(index):
+                continue
+            if len(one.row_shape) == 1 and self.row_shape(positions)[-1:] == one.row_shape:
+                self.compared_indices[number] = index
+
+    def remember_product(self, number: int, one: Instruction) -> None:
+        pair = [a.number for a in one.args if isinstance(a, Ref)]
+        for one_hot, factor in (pair, pair[::-1]) if len(pair) == 2 else ():
+            found = self.one_hot_rows.get(one_hot)
+            if found and factor not in self.one_hot_rows and self.is_one_a_row(factor):
+                element = found.element if found.is_number else Ref(int(found.element))
+                made = self.add("aten.mul.Tensor", Ref(factor), element, like=one)
+                # The instruction itself is in front of what was added; its number stays.
+                self.one_hot_rows[number] = OneHotRow(found.index, made, False)
+                return
+
+    def remember_conversion(self, number: int, one: Instruction) -> None:
+        """Zeros stay zeros in another type."""
+        (source,) = one.reads
+        found = self.one_hot_rows.get(source)
+        if found is None:
+            return
+        if not found.is_number:
+            made = self.add(one.op, Ref(int(found.element)), *one.args[1:], like=one)
+            self.one_hot_rows[number] = OneHotRow(found.index, made, False)
+        elif torch.tensor(found.element, dtype=one.dtype).item() == found.element:
+            self.one_hot_rows[number] = found
+
+    # What reads a point.
+
+    def replacement(self, one: Instruction) -> int | None:
+        """The value that may be read in place of what the instruction gives."""
+        numbers = [a.number for a in one.args if isinstance(a, Ref)]
+        if one.kwargs or not any(self.is_element(n) for n in numbers):
+            return None
+        if one.op == "aten.sum.dim_IntList" and one.kind == "row" and one.row_shape == (1,):
+            return self.placed(self.one_hot_rows[numbers[0]], one)[1]
+        if one.op in ("aten.add.Tensor", "aten.sub.Tensor") and len(numbers) == 2:
+            return self.added(one, *numbers)
+        return None
+
+    def is_element(self, number: int) -> bool:
+        return number in self.one_hot_rows and not self.one_hot_rows[number].is_number
+
+    def placed(self, one_hot: OneHotRow, like: Instruction) -> tuple[int, int]:
+        """The index, inside the row, and the element there: 0 for an index outside."""
+        element = int(one_hot.element)
+        if element not in self.placed_elements:
+            (width,) = {self.row_shape(n) for n, p in self.one_hot_rows.items() if p == one_hot}
+            inside = self.add("aten.clamp.default", Ref(one_hot.index), 0, width[0] - 1, like=like,
+                              dtype=torch.int64)  # fmt: skip
+            same = self.add("aten.eq.Tensor", Ref(inside), Ref(one_hot.index), like=like,
+                            dtype=torch.bool)  # fmt: skip
+            zero = self.add("aten.mul.Tensor", Ref(element), 0, like=like)
+            kept = self.add("aten.where.self", Ref(same), Ref(element), Ref(zero), like=like)
+            self.placed_elements[element] = inside, kept
+        return self.placed_elements[element]
+
+    def added(self, one: Instruction, left: int, right: int) -> int | None:
+        """A point and a row that has all elements."""
+        one_hot, dense = (left, right) if self.is_element(left) else (right, left)
+        if dense in self.one_hot_rows or self.row_shape(dense) != one.row_shape:
+            return None
+        index, element = self.placed(self.one_hot_rows[one_hot], one)
+        if one.op == "aten.sub.Tensor":
+            if one_hot == left:
+                dense = self.negated(dense, one)
+            else:
+                element = self.add("aten.neg.default", Ref(element), like=one)
+        return self.add("aten.scatter_add.default", Ref(dense), 1, Ref(index), Ref(element),
+                        like=one, row_shape=one.row_shape)  # fmt: skip
+
+    def negated(self, number: int, like: Instruction) -> int:
+        """Minus a value; of a product with one number a row, that number is negated instead."""
+        made = self.made_by(number)
+        if made is not None and made.op == "aten.mul.Tensor":
+            for position, factor in enumerate(made.args):
+                if isinstance(factor, Ref) and self.is_one_a_row(factor.number):
+                    minus = Ref(self.add("aten.neg.default", factor, like=like))
+                    args = tuple(minus if p == position else a for p, a in enumerate(made.args))
+                    return self.add(made.op, *args, like=made, row_shape=made.row_shape)
+        return self.add("aten.neg.default", Ref(number), like=like, row_shape=like.row_shape)
+
+
+def _without_dead(program: Program) -> Program:
+    """The program less the instructions that nobody reads."""
+    start = program.start
+    wanted = reached(program.results, lambda n: program[n].reads if n >= start else ())
+    kept = [p for p in range(len(program.loop)) if start + p in wanted]
+    numbers = {start + old: start + new for new, old in enumerate(kept)}
+    left = replace(program, loop=tuple(program.loop[p] for p in kept))
+    return left.renumbered(lambda n: numbers.get(n, n), program.num_rows, program.num_whole)
+
+
+def without_unused(program: Program) -> tuple[Program, list[int], list[int]]:
+    """The program less inputs that nobody reads, and the positions of those that stay.
+
+    Without any rows there would be no number of rows, so one row input stays.
+    """
+    read = {number for one in program.instructions for number in one.reads}
+    rows = [n for n in range(program.num_rows) if n in read] or [0]
+    whole = [n for n in range(program.num_rows, program.first) if n in read]
+    later = range(program.first, program.start + len(program.loop))
+    numbers = {old: new for new, old in enumerate([*rows, *whole, *later])}
+
+    made = program.renumbered(numbers.__getitem__, len(rows), len(whole))
+    return made, rows, [n - program.num_rows for n in whole]
+
+
+def with_one_hot_rows(
+    program: Program, rows: Sequence[tuple[int, ...]], whole: Sequence[fx.Node]
+) -> Program:
+    """The program with points where rows are zero but for one element.
+
+    ``rows`` are the shapes of row inputs behind their rows, ``whole`` the nodes of whole inputs.
+    """
+    known = {n: constant_of(node) for n, node in enumerate(whole, program.num_rows)}
+    constants = {number: value for number, value in known.items() if value is not None}
+    shapes = [*rows, *(shape_of(node) or () for node in whole)]
+    for number, one in enumerate(program.setup, program.first):
+        (source,) = one.reads
+        if source in constants:
+            constants[number] = constants[source]
+    return _Simplifier(program, shapes, constants).run()

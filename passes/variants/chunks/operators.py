@@ -1,5 +1,9 @@
 """Which operators work row by row, and how each is called on a few rows.
 
+A tensor *has N rows* if some leading dimensions of it multiply to N. Its ``row_shape`` is the shape
+behind these dimensions. On c rows it is [c, *row_shape]. Row numbers are positions in the flattened
+leading dimensions, so a reshape that keeps all rows in front keeps every row where it is.
+
 `calls_of` gives, for one node and one kind of value (`fxremat.runtime.chunks.program`), what it
 needs of its operands and its calls. It is None if the operator could mix rows, or is not known.
 The kinds, and why a chunk of the result follows from chunks of the operands:
@@ -17,7 +21,9 @@ bias are sums, and so are mean and variance over all images.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
 from math import prod
 from typing import Any
 
@@ -34,63 +40,156 @@ from fxremat.passes.nodes import (
     packet_name,
     shape_of,
 )
-from fxremat.passes.variants.chunks.calls import Call, Calls, Operand, Result, row_cut, row_shape_of
-from fxremat.passes.variants.split_gradients import of_input
+from fxremat.passes.variants.convolutions import of_input
 from fxremat.runtime.chunks.buffers import CONVOLUTION, GRADIENT_OF_WEIGHT, accumulates_in
-from fxremat.runtime.chunks.program import Kind, RowCount
+from fxremat.runtime.chunks.program import Instruction, Kind, RowCount
+
+VIEWS = frozenset(
+    {
+        "view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "alias", "permute", "t",
+        "transpose", "slice", "select", "expand",
+    }
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Operand:
+    """An operand of one kind; ``row_shape`` is that of one row, or the shape of the whole."""
+
+    node: fx.Node
+    kind: Kind
+    row_shape: Shape
+
+
+@dataclass(frozen=True)
+class Result:
+    """The result of an earlier call of the same node."""
+
+    position: int
+
+
+Calls = tuple[Instruction, ...]
+"""Instructions to be: their arguments hold `Operand` and `Result` in place of references."""
+
+
+def operands(calls: Calls) -> Iterator[Operand]:
+    for call in calls:
+        yield from call.of_type(Operand)
+
+
+def row_cut(shape: Shape, rows: int) -> int | None:
+    """How many leading dimensions are the rows; None if their product is never ``rows``."""
+    product = 1
+    for position, size in enumerate(shape, 1):
+        product *= size
+        if product == rows:
+            return position
+        if product > rows or product == 0:
+            return None
+    return None
+
+
+def row_shape_of(node: fx.Node, rows: int) -> Shape | None:
+    """The shape behind the rows; None for what does not have so many rows."""
+    shape = shape_of(node)
+    if shape is None:
+        return None
+    cut = row_cut(shape, rows)
+    return None if cut is None else shape[cut:]
+
+
+class _MixesRows(Exception):
+    """The operator could mix rows, or reads what it may not."""
+
+
+def _demand(fits: bool) -> None:
+    if not fits:
+        raise _MixesRows
 
 
 def calls_of(node: fx.Node, kind: Kind, rows: int) -> Calls | None:
     """The calls that compute ``node`` as ``kind``, a few of ``rows`` rows at a time."""
+    try:
+        return _calls_of(node, kind, rows)
+    except _MixesRows:
+        return None
+
+
+def _calls_of(node: fx.Node, kind: Kind, rows: int) -> Calls | None:
     if node.target is operator.getitem:
         return _item(node, kind, rows)
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return None
-    shape = shape_of(node)
-    if shape is None:
-        return None
-    name = packet_name(node)
+    shape, name = _shape(node), packet_name(node)
     if kind == "sum":
-        rule = _SUMS.get(name)
-        return rule(node, rows) if rule else None
+        return _SUMS[name](node, rows) if name in _SUMS else None
     if kind == "last":
         return _transposed(node, rows) if name in ("permute", "t", "transpose") else None
     cut = row_cut(shape, rows)
     if kind != "row" or cut is None:
         return None
-    special = _ROWS.get(name)
-    if special:
-        return special(node, rows, cut)
+    if name in _ROWS:
+        return _ROWS[name](node, cut)
     if torch.Tag.pointwise in node.target.tags or name in _ELEMENTWISE:
-        return _elementwise(node, rows, cut)
+        return _elementwise(node, cut)
     return None
 
 
-# --- one row in, one row out ---------------------------------------------------------------
+# --- operands ------------------------------------------------------------------------------
 
 
-def _aligned(node: fx.Node, shape: Shape, cut: int) -> Operand | None:
+def _shape(node: Any) -> Shape:
+    shape = shape_of(node) if isinstance(node, fx.Node) else None
+    if shape is None:
+        raise _MixesRows
+    return shape
+
+
+def _aligned(node: fx.Node, shape: Shape, cut: int) -> Operand:
     """An operand that broadcasts to ``shape``, whose first ``cut`` dimensions are the rows."""
-    own = shape_of(node)
-    if own is None or len(own) > len(shape):
-        return None
+    own = _shape(node)
+    _demand(len(own) <= len(shape))
     padded = (1,) * (len(shape) - len(own)) + own
     front, row_shape = padded[:cut], padded[cut:]
     if front == shape[:cut]:
         return Operand(node, "row", row_shape)
-    if all(size == 1 for size in front):
-        return Operand(node, "whole", own if len(own) <= len(row_shape) else row_shape)
-    return None
+    _demand(all(size == 1 for size in front))
+    return Operand(node, "whole", own if len(own) <= len(row_shape) else row_shape)
 
 
-def _row(node: fx.Node, cut: int, op: str, *args: Any, **kwargs: Any) -> Call:
-    shape = known_shape(node)
-    return Call(op, args, kwargs, "row", shape[cut:], dtype_of(node))
+def _same_rows(node: Any, shape: Shape, cut: int) -> Operand:
+    """An operand with the leading dimensions of the result."""
+    own = _shape(node)
+    _demand(own[:cut] == shape[:cut])
+    return Operand(node, "row", own[cut:])
 
 
-def _cast(given: Operand, dtype: torch.dtype) -> Call:
+def _whole(node: Any) -> Operand:
+    return Operand(node, "whole", _shape(node))
+
+
+def _images(node: Any, rows: int) -> Operand:
+    return _same_rows(node, (rows,), 1)
+
+
+def _behind(dims: Any, rank: int, cut: int) -> list[int]:
+    """Dimensions of an operand as those of [c, *row_shape]; none may be of the rows."""
+    listed = [dims] if isinstance(dims, int) else list(dims or [])
+    found = [d + rank if d < 0 else d for d in listed]
+    _demand(bool(listed) and min(found) >= cut)
+    return [d - cut + 1 for d in found]
+
+
+def _row(node: fx.Node, cut: int, op: str, *args: Any, **kwargs: Any) -> Instruction:
+    return Instruction(op, args, kwargs, "row", known_shape(node)[cut:], dtype_of(node))
+
+
+def _cast(given: Operand, dtype: torch.dtype) -> Instruction:
     op = "prims.convert_element_type.default"
-    return Call(op, (given, dtype), {}, given.kind, given.row_shape, dtype)
+    return Instruction(op, (given, dtype), {}, given.kind, given.row_shape, dtype)
+
+
+# --- one row in, one row out ---------------------------------------------------------------
 
 
 _ELEMENTWISE = frozenset({"convert_element_type", "clone", "where"})
@@ -100,53 +199,6 @@ _COMPARING = frozenset(
         "isinf", "where", "convert_element_type", "clone",
     }
 )  # fmt: skip
-
-
-def _common_type(node: fx.Node, given: Sequence[fx.Node]) -> torch.dtype:
-    """The type that operands are brought to before the operator sees them."""
-    name = packet_name(node)
-    if name not in _COMPARING:
-        return dtype_of(node)
-    types = [dtype_of(n) for n in given if n.meta["val"].dim()] or [dtype_of(given[0])]
-    common = types[0]
-    for one in types[1:]:
-        common = torch.promote_types(common, one)
-    return common
-
-
-def _elementwise(node: fx.Node, rows: int, cut: int) -> Calls | None:
-    """Operands of another type are cast in an instruction of their own, which has its memory."""
-    shape = known_shape(node)
-    name, named = packet_name(node), arguments_of(node)
-    given = [v for v in named.values() if isinstance(v, fx.Node)]
-    values = [v for key, v in named.items() if isinstance(v, fx.Node) and key != "condition"]
-    if not given or any(isinstance(v, (list, tuple)) for v in named.values()):
-        return None
-    found = {n: _aligned(n, shape, cut) for n in given}
-    if any(one is None for one in found.values()):
-        return None
-    calls: list[Call] = []
-    replaced: dict[fx.Node, Any] = dict(found)
-    common = _common_type(node, values) if values else None
-    if name not in ("convert_element_type", "clone"):
-        for one in dict.fromkeys(values):
-            if dtype_of(one) != common and one.meta["val"].dim():
-                given_as = found[one]
-                assert given_as is not None
-                assert common is not None
-                if given_as.kind == "whole":  # every instruction of the loop has rows
-                    return None
-                calls.append(_cast(given_as, common))
-                replaced[one] = Result(len(calls) - 1)
-    args = [replaced[v] if isinstance(v, fx.Node) else v for v in node.args]
-    kwargs = {k: replaced[v] if isinstance(v, fx.Node) else v for k, v in node.kwargs.items()}
-    if name == "clone":
-        args, kwargs = args[:1], {}
-    op = _WRITTEN_INSTEAD.get(str(node.target), str(node.target))
-    calls.append(_row(node, cut, op, *args, *([0] if name == "relu" else []), **kwargs))
-    return tuple(calls)
-
-
 # The same functions in a form that writes into given memory.
 _WRITTEN_INSTEAD = {
     "aten.relu.default": "aten.clamp_min.default",
@@ -154,44 +206,53 @@ _WRITTEN_INSTEAD = {
 }
 
 
-def _same_rows(node: Any, shape: Shape, rows: int, cut: int) -> Operand | None:
-    """An operand with the leading dimensions of the result."""
-    own = shape_of(node) if isinstance(node, fx.Node) else None
-    if own is None or own[:cut] != shape[:cut]:
-        return None
-    return Operand(node, "row", own[cut:])
+def _common_type(node: fx.Node, given: Sequence[fx.Node]) -> torch.dtype:
+    """The type that operands are brought to before the operator sees them."""
+    if packet_name(node) not in _COMPARING:
+        return dtype_of(node)
+    types = [dtype_of(n) for n in given if n.meta["val"].dim()] or [dtype_of(given[0])]
+    return reduce(torch.promote_types, types)
 
 
-def _behind(dims: Any, rank: int, cut: int) -> list[int] | None:
-    """Dimensions of an operand as those of [c, *row_shape]; None if one of them is of the rows."""
-    listed = [dims] if isinstance(dims, int) else list(dims or [])
-    found = [d + rank if d < 0 else d for d in listed]
-    return [d - cut + 1 for d in found] if listed and min(found) >= cut else None
+def _elementwise(node: fx.Node, cut: int) -> Calls:
+    """Operands of another type are cast in an instruction of their own, which has its memory."""
+    shape, name, named = known_shape(node), packet_name(node), arguments_of(node)
+    given = {key: v for key, v in named.items() if isinstance(v, fx.Node)}
+    values = [v for key, v in given.items() if key != "condition"]
+    _demand(bool(given) and not any(isinstance(v, (list, tuple)) for v in named.values()))
+    replaced: dict[fx.Node, Any] = {n: _aligned(n, shape, cut) for n in given.values()}
+    calls: list[Instruction] = []
+    if values and name not in ("convert_element_type", "clone"):
+        common = _common_type(node, values)
+        for one in dict.fromkeys(values):
+            if dtype_of(one) != common and one.meta["val"].dim():
+                _demand(replaced[one].kind == "row")  # every instruction of the loop has rows
+                calls.append(_cast(replaced[one], common))
+                replaced[one] = Result(len(calls) - 1)
+    args, kwargs = fx.map_arg((node.args, node.kwargs), replaced.__getitem__)
+    if name == "clone":
+        args, kwargs = args[:1], {}
+    op = _WRITTEN_INSTEAD.get(str(node.target), str(node.target))
+    calls.append(_row(node, cut, op, *args, *([0] if name == "relu" else []), **kwargs))
+    return tuple(calls)
 
 
-def _reshape(node: fx.Node, rows: int, cut: int) -> Calls | None:
-    source, shape = node.args[0], known_shape(node)
-    assert isinstance(source, fx.Node)
-    if row_shape_of(source, rows) is None:
-        return None
-    row_shape = list(shape[cut:])
+def _reshape(node: fx.Node, cut: int) -> Calls:
+    source, shape = first_operand(node), known_shape(node)
+    _demand(row_shape_of(source, prod(shape[:cut])) is not None)
     given = Operand(source, "row", shape[cut:])
-    return (_row(node, cut, "aten.view.default", given, [RowCount(), *row_shape]),)
+    return (_row(node, cut, "aten.view.default", given, [RowCount(), *shape[cut:]]),)
 
 
-def _expand(node: fx.Node, rows: int, cut: int) -> Calls | None:
-    shape, source = known_shape(node), node.args[0]
-    assert isinstance(source, fx.Node)
-    given = _aligned(source, shape, cut)
-    if given is None:
-        return None
+def _expand(node: fx.Node, cut: int) -> Calls:
+    shape = known_shape(node)
+    given = _aligned(first_operand(node), shape, cut)
     return (_row(node, cut, "aten.expand.default", given, [RowCount(), *shape[cut:]]),)
 
 
-def _order(node: fx.Node) -> list[int] | None:
+def _order(node: fx.Node) -> list[int]:
     named = arguments_of(node)
-    source = named["self"]
-    rank = source.meta["val"].dim()
+    rank = named["self"].meta["val"].dim()
     if "dims" in named:
         return [d % rank for d in named["dims"]]
     order = list(range(rank))
@@ -200,257 +261,202 @@ def _order(node: fx.Node) -> list[int] | None:
     return order
 
 
-def _permute(node: fx.Node, rows: int, cut: int) -> Calls | None:
+def _permute(node: fx.Node, cut: int) -> Calls:
     source, order = first_operand(node), _order(node)
-    shape = shape_of(source)
-    if shape is None or order is None or row_cut(shape, rows) != cut:
-        return None
-    if order[:cut] != list(range(cut)):
-        return None
+    shape = _shape(source)
+    _demand(row_cut(shape, prod(known_shape(node)[:cut])) == cut)
+    _demand(order[:cut] == list(range(cut)))
     behind = [d - cut + 1 for d in order[cut:]]
     read = Operand(source, "row", shape[cut:])
     return (_row(node, cut, "aten.permute.default", read, [0, *behind]),)
 
 
-def _transposed(node: fx.Node, rows: int) -> Calls | None:
+def _transposed(node: fx.Node, rows: int) -> Calls:
     """[N, K] seen as [K, N]."""
-    source = first_operand(node)
-    shape = shape_of(source)
-    if shape is None or len(shape) != 2 or shape[0] != rows or _order(node) != [1, 0]:
-        return None
-    args = (Operand(source, "row", shape[1:]), [1, 0])
-    return (Call("aten.permute.default", args, {}, "last", shape[1:], dtype_of(node)),)
+    read = _images(first_operand(node), rows)
+    _demand(len(read.row_shape) == 1 and _order(node) == [1, 0])
+    args = (read, [1, 0])
+    return (Instruction("aten.permute.default", args, {}, "last", read.row_shape, dtype_of(node)),)
 
 
-def _reduce(node: fx.Node, rows: int, cut: int) -> Calls | None:
+def _reduce(node: fx.Node, cut: int) -> Calls:
     """Reductions along the rest; the first argument behind the operand says which dimensions."""
     named, name = arguments_of(node), packet_name(node)
-    source = named["self"]
-    own, shape = shape_of(source), known_shape(node)
-    if own is None or own[:cut] != shape[:cut]:
-        return None
-    dims = _behind(named.get("dim"), len(own), cut)
-    if dims is None:
-        return None
-    given: Any = Operand(source, "row", own[cut:])
-    calls: list[Call] = []
-    if name in ("sum", "mean") and dtype_of(source) != dtype_of(node):
-        calls, given = [_cast(given, dtype_of(node))], Result(0)
-    one = isinstance(named["dim"], int)
-    args = [given, dims[0] if one else dims]
+    read = _same_rows(named["self"], known_shape(node), cut)
+    dims = _behind(named.get("dim"), len(read.row_shape) + cut, cut)
+    given: Any = read
+    calls: list[Instruction] = []
+    if name in ("sum", "mean") and dtype_of(read.node) != dtype_of(node):
+        calls, given = [_cast(read, dtype_of(node))], Result(0)
+    args = [given, dims[0] if isinstance(named["dim"], int) else dims]
     args.append(named["half_to_float"] if "half_to_float" in named else named["keepdim"])
     calls.append(_row(node, cut, str(node.target), *args))
     return tuple(calls)
 
 
-def _softmax_backward(node: fx.Node, rows: int, cut: int) -> Calls | None:
+def _softmax_backward(node: fx.Node, cut: int) -> Calls:
     named, shape = arguments_of(node), known_shape(node)
-    grad = _same_rows(named["grad_output"], shape, rows, cut)
-    output = _same_rows(named["output"], shape, rows, cut)
-    dims = _behind(named["dim"], len(shape), cut)
-    if grad is None or output is None or dims is None:
-        return None
-    return (_row(node, cut, str(node.target), grad, output, dims[0], named["input_dtype"]),)
+    given = [_same_rows(named[key], shape, cut) for key in ("grad_output", "output")]
+    (dim,) = _behind(named["dim"], len(shape), cut)
+    return (_row(node, cut, str(node.target), *given, dim, named["input_dtype"]),)
 
 
-def _pick(node: fx.Node, rows: int, cut: int) -> Calls | None:
-    named, shape = arguments_of(node), known_shape(node)
-    source = _same_rows(named["self"], shape, rows, cut)
-    if source is None:
-        return None
-    dims = _behind(named["dim"], len(source.row_shape) + cut, cut)
+def _pick(node: fx.Node, cut: int) -> Calls:
+    named = arguments_of(node)
+    source = _same_rows(named["self"], known_shape(node), cut)
+    (dim,) = _behind(named["dim"], len(source.row_shape) + cut, cut)
     others = [v for key, v in named.items() if key not in ("self", "dim")]
-    if dims is None or any(isinstance(v, fx.Node) for v in others):
-        return None
-    return (_row(node, cut, str(node.target), source, dims[0], *others),)
+    _demand(not any(isinstance(v, fx.Node) for v in others))
+    return (_row(node, cut, str(node.target), source, dim, *others),)
 
 
-def _cat(node: fx.Node, rows: int, cut: int) -> Calls | None:
+def _cat(node: fx.Node, cut: int) -> Calls:
     named, shape = arguments_of(node), known_shape(node)
-    parts = [_same_rows(one, shape, rows, cut) for one in named["tensors"]]
-    dims = _behind(named["dim"], len(shape), cut)
-    if dims is None or any(p is None or dtype_of(p.node) != dtype_of(node) for p in parts):
-        return None
-    return (_row(node, cut, "aten.cat.default", parts, dims[0]),)
+    parts = [_same_rows(one, shape, cut) for one in named["tensors"]]
+    (dim,) = _behind(named["dim"], len(shape), cut)
+    _demand(all(dtype_of(part.node) == dtype_of(node) for part in parts))
+    return (_row(node, cut, "aten.cat.default", parts, dim),)
 
 
-def _pad(node: fx.Node, rows: int, cut: int) -> Calls | None:
-    named, shape = arguments_of(node), known_shape(node)
-    source = _same_rows(named["self"], shape, rows, cut)
-    if source is None or len(named["pad"]) // 2 > len(source.row_shape):
-        return None
+def _pad(node: fx.Node, cut: int) -> Calls:
+    named = arguments_of(node)
+    source = _same_rows(named["self"], known_shape(node), cut)
+    _demand(len(named["pad"]) // 2 <= len(source.row_shape))
     return (_row(node, cut, str(node.target), source, list(named["pad"]), named["value"]),)
 
 
-def _gather(node: fx.Node, rows: int, cut: int) -> Calls | None:
+def _gather(node: fx.Node, cut: int) -> Calls:
     """gather and the scatters: along the rest, operands with the same rows."""
     named, shape = arguments_of(node), known_shape(node)
-    dims = _behind(named["dim"], len(shape), cut)
-    tensors = {k: _same_rows(v, shape, rows, cut) for k, v in named.items()
-               if isinstance(v, fx.Node)}  # fmt: skip
-    if dims is None or any(one is None for one in tensors.values()):
-        return None
-    args = [tensors.get(k, dims[0] if k == "dim" else v) for k, v in named.items()
-            if k != "sparse_grad"]  # fmt: skip
+    (dim,) = _behind(named["dim"], len(shape), cut)
+    args = [
+        _same_rows(v, shape, cut) if isinstance(v, fx.Node) else dim if key == "dim" else v
+        for key, v in named.items()
+        if key != "sparse_grad"
+    ]
     return (_row(node, cut, str(node.target), *args),)
 
 
-def _full(node: fx.Node, rows: int, cut: int) -> Calls | None:
-    named, shape = arguments_of(node), known_shape(node)
-    if isinstance(named["fill_value"], fx.Node):
-        return None
-    device = node.meta["val"].device
-    size = [RowCount(), *shape[cut:]]
-    kwargs = {"dtype": dtype_of(node), "device": device}
-    return (_row(node, cut, "aten.full.default", size, named["fill_value"], **kwargs),)
+def _full(node: fx.Node, cut: int) -> Calls:
+    value = arguments_of(node)["fill_value"]
+    _demand(not isinstance(value, fx.Node))
+    size = [RowCount(), *known_shape(node)[cut:]]
+    kwargs = {"dtype": dtype_of(node), "device": node.meta["val"].device}
+    return (_row(node, cut, "aten.full.default", size, value, **kwargs),)
 
 
 # --- matmuls ---------------------------------------------------------------------------------
-
-
-def _whole(node: Any) -> Operand | None:
-    shape = shape_of(node) if isinstance(node, fx.Node) else None
-    return None if shape is None else Operand(node, "whole", shape)
 
 
 def _scales(named: Mapping[str, Any]) -> dict[str, Any]:
     return {k: named[k] for k in ("beta", "alpha") if named.get(k, 1) != 1}
 
 
-def _mm(node: fx.Node, rows: int, cut: int) -> Calls | None:
-    named = arguments_of(node)
-    left, right = named.get("self"), named["mat2"]
-    added: list[Operand | None] = []
-    if "mat1" in named:  # addmm
-        added, left = [_aligned(named["self"], known_shape(node), cut)], named["mat1"]
-    own = shape_of(left)  # type: ignore[arg-type]
-    if own is None or cut != 1 or own[0] != rows or None in added:
-        return None
-    args = [*added, Operand(left, "row", own[1:]), _whole(right)]  # type: ignore[arg-type]
+def _mm(node: fx.Node, cut: int) -> Calls:
+    named, shape = arguments_of(node), known_shape(node)
+    _demand(cut == 1)
+    adds = "mat1" in named  # addmm
+    added = [_aligned(named["self"], shape, cut)] if adds else []
+    left = _same_rows(named["mat1" if adds else "self"], shape, cut)
+    args = [*added, left, _whole(named["mat2"])]
     return (_row(node, cut, str(node.target), *args, **_scales(named)),)
 
 
-def _bmm(node: fx.Node, rows: int, cut: int) -> Calls | None:
+def _bmm(node: fx.Node, cut: int) -> Calls:
     named, shape = arguments_of(node), known_shape(node)
-    added: list[Operand | None] = []
-    pair = [named["self"], named["mat2"]] if "mat2" in named else [named["batch1"], named["batch2"]]
-    if "batch1" in named:
-        added = [_aligned(named["self"], shape, cut)]
-    given = [_same_rows(one, shape, rows, cut) for one in pair]
-    if cut != 1 or None in added or None in given:
-        return None
+    _demand(cut == 1)
+    adds = "batch1" in named  # baddbmm
+    added = [_aligned(named["self"], shape, cut)] if adds else []
+    keys = ("batch1", "batch2") if adds else ("self", "mat2")
+    given = [_same_rows(named[key], shape, cut) for key in keys]
     return (_row(node, cut, str(node.target), *added, *given, **_scales(named)),)
 
 
-def _sum_of_products(node: fx.Node, rows: int) -> Calls | None:
-    named, shape = arguments_of(node), shape_of(node)
-    left, right = named.get("self"), named.get("mat2")
-    sizes = shape_of(left), shape_of(right)  # type: ignore[arg-type]
-    if shape is None or None in sizes or len(named) != 2:
-        return None
-    (_, inner), (rows_of_right, width) = sizes  # type: ignore[misc]
-    if inner != rows or rows_of_right != rows:
-        return None
-    args = (Operand(left, "last", shape[:1]), Operand(right, "row", (width,)))  # type: ignore[arg-type]
-    return (Call("aten.mm.default", args, {}, "sum", shape, dtype_of(node)),)
+def _sum_of_products(node: fx.Node, rows: int) -> Calls:
+    named, shape = arguments_of(node), known_shape(node)
+    (_, inner), (rows_of_right, width) = _shape(named["self"]), _shape(named["mat2"])
+    _demand(len(named) == 2 and inner == rows == rows_of_right)
+    args = (Operand(named["self"], "last", shape[:1]), Operand(named["mat2"], "row", (width,)))
+    return (Instruction("aten.mm.default", args, {}, "sum", shape, dtype_of(node)),)
 
 
-def _sum_over_rows(node: fx.Node, rows: int) -> Calls | None:
+def _sum_over_rows(node: fx.Node, rows: int) -> Calls:
     """A sum over all row dimensions, and perhaps some of the rest, which is added up before."""
     named = arguments_of(node)
-    source, shape = named["self"], shape_of(node)
-    row_shape, own = row_shape_of(source, rows), shape_of(source)
-    if shape is None or row_shape is None or own is None:
-        return None
-    cut = len(own) - len(row_shape)
+    own = _shape(named["self"])
+    cut = row_cut(own, rows)
+    if cut is None:
+        raise _MixesRows
     dims = {d % len(own) for d in named.get("dim") or range(len(own))}
-    if not dims >= set(range(cut)):
-        return None
+    _demand(dims >= set(range(cut)))
     behind = [d - cut + 1 for d in sorted(dims) if d >= cut]
-    return _added_up(Operand(source, "row", row_shape), behind, shape, dtype_of(node))
+    return _added_up(Operand(named["self"], "row", own[cut:]), behind, node)
 
 
-def _added_up(read: Operand, behind: list[int], shape: Shape, dtype: torch.dtype) -> Calls | None:
-    """A sum of type ``dtype`` along dimensions of [c, *row_shape] and then over the rows."""
+def _added_up(read: Operand, behind: list[int], node: fx.Node) -> Calls:
+    """What ``node`` is: a sum along dimensions of [c, *row_shape] and then over the rows."""
+    dtype = dtype_of(node)
     wide, row_shape = accumulates_in(dtype), read.row_shape
     given: Any = read
-    calls: list[Call] = []
+    calls: list[Instruction] = []
     if dtype_of(read.node) != wide:
-        calls, given = [_cast(given, wide)], Result(0)
+        calls, given = [_cast(read, wide)], Result(0)
     if behind:
-        left = tuple(size for d, size in enumerate(row_shape, 1) if d not in behind)
-        calls.append(Call("aten.sum.dim_IntList", (given, behind), {}, "row", left, wide))
-        given, row_shape = Result(len(calls) - 1), left
-    calls.append(Call("aten.sum.dim_IntList", (given, [0]), {}, "sum", row_shape, dtype))
-    return tuple(calls) if prod(row_shape) == prod(shape) else None
+        row_shape = tuple(size for d, size in enumerate(row_shape, 1) if d not in behind)
+        calls.append(
+            Instruction("aten.sum.dim_IntList", (given, behind), {}, "row", row_shape, wide)
+        )
+        given = Result(len(calls) - 1)
+    _demand(prod(row_shape) == prod(_shape(node)))
+    calls.append(Instruction("aten.sum.dim_IntList", (given, [0]), {}, "sum", row_shape, dtype))
+    return tuple(calls)
 
 
 # --- convolutions and normalisation: rows are images -------------------------------------------
 
 
-def _convolution(node: fx.Node, rows: int, cut: int) -> Calls | None:
-    given, weight, bias, *how_ = node.args
+def _convolution(node: fx.Node, cut: int) -> Calls:
+    given, weight, bias, *how = node.args
     shape = known_shape(node)
-    images, wide = _same_rows(given, shape, rows, cut), _whole(weight)
+    _demand(cut == 1 and len(shape) >= len(("images", "channels", "places")))
     added = None if bias is None else _whole(bias)
-    if cut != 1 or len(shape) < len(("images", "channels", "places")):
-        return None
-    if images is None or wide is None or (bias is not None and added is None):
-        return None
-    return (_row(node, cut, CONVOLUTION, images, wide, added, *how_),)
+    args = (_same_rows(given, shape, cut), _whole(weight), added, *how)
+    return (_row(node, cut, CONVOLUTION, *args),)
 
 
-def _gradient_of_input(item: fx.Node, call: fx.Node, rows: int) -> Calls | None:
+def _gradient_of_input(item: fx.Node, call: fx.Node, rows: int) -> Calls:
     gradient, _, weight = call.args[:3]
-    read, wide, shape = _images(gradient, rows), _whole(weight), shape_of(item)
-    if read is None or wide is None or shape is None:
-        return None
+    read, wide, _ = _images(gradient, rows), _whole(weight), _shape(item)
     return (_row(item, 1, CONVOLUTION, read, wide, None, *of_input(call)),)
 
 
-def _gradient_of_weight(item: fx.Node, call: fx.Node, rows: int) -> Calls | None:
-    gradient, given, weight, _, *how_, _ = call.args
-    shape = shape_of(item)
+def _gradient_of_weight(item: fx.Node, call: fx.Node, rows: int) -> Calls:
+    gradient, given, weight, _, *how, _ = call.args
     pair = [_images(n, rows) for n in (gradient, given)]
-    wide = _whole(weight)
-    if shape is None or None in pair or wide is None:
-        return None
-    args = (*pair, wide, None, *how_, [False, True, False])
-    return (Call(GRADIENT_OF_WEIGHT, args, {}, "sum", shape, dtype_of(item)),)
+    args = (*pair, _whole(weight), None, *how, [False, True, False])
+    return (Instruction(GRADIENT_OF_WEIGHT, args, {}, "sum", _shape(item), dtype_of(item)),)
 
 
-def _gradient_of_bias(item: fx.Node, call: fx.Node, rows: int) -> Calls | None:
-    read, shape = _images(call.args[0], rows), shape_of(item)
-    if read is None or shape is None:
-        return None
-    places = range(1, len(read.row_shape))
-    return _added_up(read, [p + 1 for p in places], shape, dtype_of(item))
+def _gradient_of_bias(item: fx.Node, call: fx.Node, rows: int) -> Calls:
+    read = _images(call.args[0], rows)
+    return _added_up(read, list(range(2, len(read.row_shape) + 1)), item)
 
 
-def _images(node: Any, rows: int) -> Operand | None:
-    shape = shape_of(node) if isinstance(node, fx.Node) else None
-    return Operand(node, "row", shape[1:]) if shape is not None and shape[0] == rows else None
-
-
-def _moment(item: fx.Node, call: fx.Node, rows: int) -> Calls | None:
+def _moment(item: fx.Node, call: fx.Node, rows: int) -> Calls:
     """Mean or variance over all images and perhaps along the rest."""
-    named, shape = arguments_of(call), shape_of(item)
+    named = arguments_of(call)
     read = _images(named["self"], rows)
-    if read is None or shape is None or dtype_of(item) != accumulates_in(dtype_of(item)):
-        return None
     rank = len(read.row_shape) + 1
     dims = sorted(d % rank for d in named["dim"] or range(rank))
     left = tuple(size for d, size in enumerate(read.row_shape, 1) if d not in dims)
-    if dims[0] != 0 or prod(left) != prod(shape):
-        return None
+    _demand(dtype_of(item) == accumulates_in(dtype_of(item)))
+    _demand(dims[0] == 0 and prod(left) == prod(_shape(item)))
     correction = 1 if named["correction"] is None else named["correction"]
     op = f"aten.var_mean.correction#{item.args[1]}"
-    kwargs = {"correction": correction}
-    return (Call(op, (read, dims), kwargs, "sum", left, dtype_of(item)),)
+    return (Instruction(op, (read, dims), {"correction": correction}, "sum", left, dtype_of(item)),)
 
 
-ItemRule = Callable[[fx.Node, fx.Node, int], Calls | None]
-_ITEMS: dict[tuple[str, int], tuple[Kind, ItemRule]] = {
+_ITEMS: dict[tuple[str, int], tuple[Kind, Callable[[fx.Node, fx.Node, int], Calls]]] = {
     ("convolution_backward", 0): ("row", _gradient_of_input),
     ("convolution_backward", 1): ("sum", _gradient_of_weight),
     ("convolution_backward", 2): ("sum", _gradient_of_bias),
@@ -466,8 +472,7 @@ def _item(node: fx.Node, kind: Kind, rows: int) -> Calls | None:
     return rule(node, call, rows) if rule is not None and wanted == kind else None
 
 
-RowRule = Callable[[fx.Node, int, int], Calls | None]
-_ROWS: dict[str, RowRule] = {
+_ROWS: dict[str, Callable[[fx.Node, int], Calls]] = {
     **dict.fromkeys(("view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "alias"), _reshape),
     **dict.fromkeys(("permute", "t", "transpose"), _permute),
     **dict.fromkeys(("sum", "amax", "amin", "mean", "argmax", "argmin", "any"), _reduce),
@@ -483,4 +488,4 @@ _ROWS: dict[str, RowRule] = {
     "constant_pad_nd": _pad,
     "full": _full,
 }
-_SUMS = {"mm": _sum_of_products, "sum": _sum_over_rows}
+_SUMS: dict[str, Callable[[fx.Node, int], Calls]] = {"mm": _sum_of_products, "sum": _sum_over_rows}

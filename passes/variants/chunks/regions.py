@@ -28,8 +28,14 @@ from torch import fx
 from fxremat.core.constants import CHUNK_PARTS, MOST_NODES
 from fxremat.passes.joint_graph import JointGraph, Role, is_random, is_repeatable, is_tensor
 from fxremat.passes.nodes import dtype_of, known_shape, packet_name, shape_of
-from fxremat.passes.variants.chunks.calls import VIEWS, Calls, Operand, operands, row_shape_of
-from fxremat.passes.variants.chunks.operators import calls_of
+from fxremat.passes.variants.chunks.operators import (
+    VIEWS,
+    Calls,
+    Operand,
+    calls_of,
+    operands,
+    row_shape_of,
+)
 from fxremat.runtime.chunks.program import Kind
 
 
@@ -45,9 +51,7 @@ def readers(node: fx.Node) -> Iterator[fx.Node]:
         yield from items if items and not is_tensor(user) else [user]
 
 
-def _is_of_images(node: fx.Node) -> bool:
-    """Whether an operator counts as one of rows only where rows are images."""
-    return node.target is operator.getitem or packet_name(node) == "convolution"
+CallsCache = dict[tuple[fx.Node, Kind], Calls | None]
 
 
 @dataclass
@@ -58,12 +62,11 @@ class Region:
     rows: int
     width: int
     kinds: dict[fx.Node, Kind]
-    position: dict[fx.Node, int]
     convolution: fx.Node | None = None
-    """The convolution of a region of images (see `image_regions`)."""
+    """The convolution of a region of images (see `find_image_regions`)."""
     only_backward: bool = False
     """Whether the forward has no loops: it stays as it is."""
-    _calls: dict[tuple[fx.Node, Kind], Calls | None] = field(default_factory=dict)
+    _calls: CallsCache = field(default_factory=dict)
 
     @property
     def of_images(self) -> bool:
@@ -78,15 +81,19 @@ class Region:
         """How a node is computed as ``kind``; None if it may not be in a region."""
         key = node, kind
         if key not in self._calls:
+            of_images = node.target is operator.getitem or packet_name(node) == "convolution"
             fits = is_repeatable(node, self.joint.mutated) and not _thins_out(node)
-            fits = fits and (self.of_images or not _is_of_images(node))
+            fits = fits and (self.of_images or not of_images)
             self._calls[key] = calls_of(node, kind, self.rows) if fits else None
         return self._calls[key]
 
-    def operands(self, node: fx.Node) -> list[Operand]:
-        calls = self.calls(node, self.kinds[node])
+    def known_calls(self, node: fx.Node, kind: Kind) -> Calls:
+        calls = self.calls(node, kind)
         assert calls is not None
-        return list(operands(calls))
+        return calls
+
+    def operands(self, node: fx.Node) -> list[Operand]:
+        return list(operands(self.known_calls(node, self.kinds[node])))
 
     def is_big(self, node: fx.Node) -> bool:
         """Whether a row of the node is about as wide as the widest."""
@@ -105,7 +112,7 @@ class Region:
         return packet_name(node) in VIEWS
 
     def in_order(self) -> list[fx.Node]:
-        return sorted(self.kinds, key=self.position.__getitem__)
+        return sorted(self.kinds)
 
     def is_read_outside(self, node: fx.Node) -> bool:
         """Whether a node outside of the region reads this one from a loop."""
@@ -126,14 +133,13 @@ class Region:
         """Nodes that somebody outside reads from a loop; of a view, what it looks into."""
         found: set[fx.Node] = set()
         for node in reversed(self.in_order()):
-            read = node in found or self.is_read_outside(node)
-            if not read:
+            if node not in found and not self.is_read_outside(node):
                 continue
             found.add(node)
             if self.is_view(node):
                 found.discard(node)
                 found |= {o.node for o in self.operands(node) if o.node in self.kinds}
-        return sorted(found, key=self.position.__getitem__)
+        return sorted(found)
 
     def depending_on_big(self) -> set[fx.Node]:
         """Nodes that depend on a big one inside the region, and big ones."""
@@ -213,15 +219,10 @@ def _add_between(region: Region) -> None:
             if user not in region.kinds and user not in seen and _may_lead(region, node, user):
                 seen.add(user)
                 stack.append(user)
-    for node in sorted(seen, key=region.position.__getitem__, reverse=True):
-        calls = region.calls(node, "row")
-        assert calls is not None
-        if any(_reads_as_it_is(region, user, node) for user in node.users if user in region.kinds):
+    for node in sorted(seen, reverse=True):
+        read = [region.operands(user) for user in node.users if user in region.kinds]
+        if any(all(o.kind == "row" for o in given if o.node is node) for given in read):
             region.kinds[node] = "row"
-
-
-def _reads_as_it_is(region: Region, user: fx.Node, node: fx.Node) -> bool:
-    return all(o.kind == "row" for o in region.operands(user) if o.node is node)
 
 
 def _drop_unread_views(region: Region) -> None:
@@ -231,21 +232,17 @@ def _drop_unread_views(region: Region) -> None:
             del region.kinds[node]
 
 
-CallsCache = dict[tuple[fx.Node, Kind], Calls | None]
-
-
 def grow(
     joint: JointGraph,
     seed: fx.Node,
     rows: int,
-    position: dict[fx.Node, int],
     cache: CallsCache,
     convolution: fx.Node | None = None,
 ) -> Region:
     """The region around a big value; ``cache`` is what was found out about the same rows."""
     row_shape = row_shape_of(seed, rows)
     assert row_shape is not None
-    region = Region(joint, rows, prod(row_shape), {}, position, convolution, _calls=cache)
+    region = Region(joint, rows, prod(row_shape), {}, convolution, _calls=cache)
     if region.calls(seed, "row") is None:
         return region
     _grow(region, seed)
@@ -275,38 +272,32 @@ def avoided(region: Region) -> int:
     )  # fmt: skip
 
 
-def _row_counts(shape: tuple[int, ...]) -> Iterator[int]:
-    """What could be the rows of a tensor: products of leading dimensions, largest first."""
-    for cut in range(len(shape) - 1, 0, -1):
-        rows = prod(shape[:cut])
-        if rows > 1:
-            yield rows
-
-
 @dataclass
 class _Grower:
     """Grows regions of one graph, each only once: several rules want some of them."""
 
     joint: JointGraph
-    position: dict[fx.Node, int]
+    nodes: list[fx.Node]
     calls: dict[int, CallsCache] = field(default_factory=dict)
     grown: dict[fx.Node, list[Region]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, joint: JointGraph) -> _Grower:
-        position = {n: i for i, n in enumerate(joint.module.graph.nodes)}
+        nodes = list(joint.module.graph.nodes)
         known = joint.notes.get(cls.__name__)
-        if known is None or known.position != position:
-            known = joint.notes[cls.__name__] = cls(joint, position)
+        if known is None or known.nodes != nodes:
+            known = joint.notes[cls.__name__] = cls(joint, nodes)
         assert isinstance(known, cls)
         return known
 
     def around(self, seed: fx.Node) -> list[Region]:
         if seed not in self.grown:
-            shape = known_shape(seed)
+            shape = known_shape(seed)  # rows are a product of leading dimensions, largest first
+            counts = (prod(shape[:cut]) for cut in range(len(shape) - 1, 0, -1))
             regions = (
-                grow(self.joint, seed, n, self.position, self.calls.setdefault(n, {}))
-                for n in dict.fromkeys(_row_counts(shape))
+                grow(self.joint, seed, n, self.calls.setdefault(n, {}))
+                for n in dict.fromkeys(counts)
+                if n > 1
             )
             self.grown[seed] = [r for r in regions if r.kinds]
         return self.grown[seed]
@@ -328,7 +319,7 @@ def find_regions(
     found: list[Region] = []
     taken: set[fx.Node] = set()
     tried: set[fx.Node] = set()
-    for seed in sorted(seeds, key=lambda n: (-sizes[n], grower.position[n])):
+    for seed in sorted(seeds, key=lambda n: (-sizes[n], n)):
         if seed in tried:
             continue
         regions = grower.around(seed)
@@ -341,9 +332,42 @@ def find_regions(
 
 
 def is_worth_it(region: Region) -> bool:
-    if len(region.kinds) > MOST_NODES:
-        return False
-    return region.width > 1 and avoided(region) > 0
+    return len(region.kinds) <= MOST_NODES and region.width > 1 and avoided(region) > 0
+
+
+# --- around a convolution ------------------------------------------------------------------------
+
+
+def find_image_regions(joint: JointGraph) -> list[Region]:
+    """The region around each convolution whose result is at least half as large as any value.
+
+    Rows are images. Such a region takes in what the result of one convolution is turned into,
+    forward and backward, up to the next convolutions: these read and give values that exist as a
+    whole (x, y, dx, dy). What is between (c, h, dh, dc) is computed a few images at a time, and
+    again for each of the loops: for mean and variance, for y, for what the gradient of a
+    normalisation adds up, for dx.
+
+        x ── convolution ── c ── normalise, relu ── h ── convolution ── y
+                            |-------- big --------|
+        dx ── gradient ──── dc ── normalise' ──── dh ── gradient ────── dy
+
+    So the convolution itself is computed several times, which is cheap where it has few channels to
+    read, as at the images, and there it is where values are largest. The gradient of its input is
+    computed twice, because what a normalisation's gradient adds up has to be known first.
+    """
+    calls = [node for node in joint.module.graph.nodes if node.op == "call_function"]
+    least = max(map(nbytes, calls), default=0) / 2
+    cache: dict[int, CallsCache] = {}
+    found: list[Region] = []
+    for node in calls:
+        shape = shape_of(node) if packet_name(node) == "convolution" else None
+        if shape is None or nbytes(node) < least or shape[0] < 2:
+            continue
+        known = cache.setdefault(shape[0], {})
+        region = grow(joint, node, shape[0], known, convolution=node)
+        if is_worth_it(region) and all(region.kinds != other.kinds for other in found):
+            found.append(region)
+    return found
 
 
 # --- levels ------------------------------------------------------------------------------------
@@ -368,29 +392,21 @@ def _sweep(
     region: Region, inside: list[fx.Node], base: int, given: fx.Node | None = None
 ) -> dict[fx.Node, int]:
     found: dict[fx.Node, int] = {}
-    if not inside:
-        return found
-    mine, outside, last = set(inside), dict[fx.Node, int](), inside[-1]
-    node = inside[0]
-    while True:
+    mine, outside = set(inside), dict[fx.Node, int]()
+    node = inside[0] if inside else None
+    while node is not None:
         if node in mine:
-            found[node] = max([base, *_levels_read(region, node, found, outside)])
+            read = (
+                found[o.node] + (region.kinds[o.node] != o.kind)
+                if o.node in found
+                else outside.get(o.node, 0)
+                for o in region.operands(node)
+            )
+            found[node] = max([base, *read])
         else:
             behind = [found[i] + 1 if i in found else outside.get(i, 0)
                       for i in node.all_input_nodes]  # fmt: skip
             if any(behind) and node is not given:
                 outside[node] = max(behind)
-        if node is last:
-            return found
-        node = node.next
-
-
-def _levels_read(
-    region: Region, node: fx.Node, found: dict[fx.Node, int], outside: dict[fx.Node, int]
-) -> Iterator[int]:
-    for operand in region.operands(node):
-        other = operand.node
-        if other in found:
-            yield found[other] + (region.kinds[other] != operand.kind)
-        else:
-            yield outside.get(other, 0)
+        node = None if node is inside[-1] else node.next
+    return found

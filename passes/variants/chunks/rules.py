@@ -3,8 +3,8 @@
     x ── mm ── logits [N, V] ── ... ── loss          before: N rows of logits
     x ── rows(program) ── loss                       after: a chunk of logits
 
-`regions` and `image_regions` say what a region is, and why a chunk of it may be computed alone.
-Here each region gets its rule, and is offered in several forms, each with a few sizes of chunks:
+`regions` says what a region is, and why a chunk of it may be computed alone. Here each region gets
+its rule, and is offered in several forms, each with a few sizes of chunks:
 
 * *again*: one call for each loop; the backward computes a chunk of the forward again;
 * *at once*: the forward computes the gradients too, up to the factor that the backward brings (see
@@ -29,22 +29,13 @@ from torch import fx
 
 from fxremat.core.constants import CHUNK_PARTS, TILE_BYTES
 from fxremat.passes.joint_graph import JointGraph, Role
-from fxremat.passes.nodes import (
-    add_call,
-    adder,
-    dtype_of,
-    known_shape,
-    laid_out_like,
-    last_of,
-    packet_name,
-)
-from fxremat.passes.variants.chunks.calls import row_shape_of
+from fxremat.passes.nodes import add_call, adder, dtype_of, known_shape, laid_out_like, packet_name
 from fxremat.passes.variants.chunks.early_gradients import Factor, factor
 from fxremat.passes.variants.chunks.ignored_rows import IgnoredRows, ignored_rows
-from fxremat.passes.variants.chunks.image_regions import find_image_regions
 from fxremat.passes.variants.chunks.loops import Loop, Refused, plan_loops
-from fxremat.passes.variants.chunks.regions import Region, find_regions, levels
-from fxremat.passes.variants.rule import Rule, Site, StandIns
+from fxremat.passes.variants.chunks.operators import row_shape_of
+from fxremat.passes.variants.chunks.regions import Region, find_image_regions, find_regions, levels
+from fxremat.passes.variants.insertion import Rule, Site, StandIns
 from fxremat.passes.variants.saved_values import has_order
 from fxremat.runtime.chunks.operator import ROWS
 from fxremat.runtime.chunks.program import dump
@@ -116,17 +107,18 @@ def rule_of(region: Region) -> str | None:
 
 @dataclass
 class _Insertion:
-    """One form of a region, being put into a graph (a copy of that of ``region``)."""
+    """A form, being put into a graph (a copy of that of its region)."""
 
     graph: fx.Graph
-    region: Region
+    form: _Form
     nodes: Mapping[fx.Node, fx.Node]
-    size: Sizes
-    scale: Factor | None = None
     made: dict[fx.Node, fx.Node] = field(default_factory=dict)
     """What the loops gave so far, as [rows, *row_shape] or as a sum."""
     for_factor_one: dict[fx.Node, fx.Node] = field(default_factory=dict)
     """Nodes between the factor and the region, computed for a factor of 1."""
+
+    def __post_init__(self) -> None:
+        self.region = self.form.region
 
     def after(self, nodes: list[fx.Node]) -> None:
         """Go on behind the last of ``nodes``, of inputs, and of the forward if that has no loop."""
@@ -134,16 +126,14 @@ class _Insertion:
         if self.region.only_backward:
             backward = (n for n in joint.module.graph.nodes if joint.role[n] is Role.BACKWARD)
             nodes = [*nodes, self.nodes[next(n for n in backward if n.op == "call_function")]]
-        last = last_of(nodes, self.graph)
+        last = max(nodes)
         while last.next.op == "placeholder":
             last = last.next
         self.graph.inserting_after(last)
         self.graph.inserting_before(last.next)
 
     def input(self, node: fx.Node) -> fx.Node:
-        if node in self.made:
-            return self.made[node]
-        return self.for_factor_one.get(node, self.nodes[node])
+        return self.made.get(node) or self.for_factor_one.get(node) or self.nodes[node]
 
     def rows(self, node: fx.Node, is_dense: bool) -> fx.Node:
         """A node as [rows, *row_shape], copied where no view is that, or none with dense rows."""
@@ -160,41 +150,32 @@ class _Insertion:
         return add_call(self.graph, _ATEN.view.default, (given, shape), given)
 
     def call(self, loop: Loop) -> None:
-        read = [self.input(node) for node in (*loop.rows, *loop.whole)]
-        self.after(read)
-        like = self.nodes[loop.results[0]]
-        rows = [self.rows(node, node in loop.dense) for node in loop.rows]
         whole = [self.input(node) for node in loop.whole]
-        size = self.size
+        self.after([*map(self.input, loop.rows), *whole])
+        rows = [self.rows(node, node in loop.dense) for node in loop.rows]
+        size = self.form.size
         args = (rows, whole, dump(loop.program), size.chunk, size.tile)
-        call = add_call(self.graph, ROWS, args, like)
+        call = add_call(self.graph, ROWS, args, self.nodes[loop.results[0]])
         for position, node in enumerate(loop.results):
             like = self.nodes[node]
             self.made[node] = add_call(self.graph, operator.getitem, (call, position), like)
 
-    def copy_for_one(self) -> None:
+    def copy_for_one(self, scale: Factor) -> None:
         """Compute what is between the factor and the region for a factor of 1."""
-        assert self.scale is not None
-        one, last = self.nodes[self.scale.node], None
-        read = {i for n in self.scale.between for i in n.all_input_nodes}
-        read -= {self.scale.node, *self.scale.between}
-        anchors = [self.nodes[node] for node in read]
+        one = self.nodes[scale.node]
+        read = {i for n in scale.between for i in n.all_input_nodes}
+        read -= {scale.node, *scale.between}
         inputs = [n for n in self.graph.nodes if n.op == "placeholder"]
-        self.after([*anchors, inputs[-1]])
+        self.after([*(self.nodes[node] for node in read), inputs[-1]])
         tensor = one.meta["val"]
         kwargs = {"dtype": tensor.dtype, "device": tensor.device}
-        self.for_factor_one[self.scale.node] = add_call(
+        self.for_factor_one[scale.node] = add_call(
             self.graph, _ATEN.full.default, (list(tensor.shape), 1.0), one, **kwargs
         )
-        for node in self.scale.between:
-            last = self.nodes[node]
-            args = fx.map_arg(last.args, self._for_one(node))
-            named = fx.map_arg(dict(last.kwargs), self._for_one(node))
-            self.for_factor_one[node] = add_call(self.graph, last.target, args, last, **named)
-
-    def _for_one(self, node: fx.Node) -> Callable[[fx.Node], fx.Node]:
-        back = {self.nodes[i]: i for i in node.all_input_nodes}
-        return lambda given: self.input(back[given])
+        for node in scale.between:
+            like = self.nodes[node]
+            args, named = fx.map_arg((node.args, dict(node.kwargs)), self.input)
+            self.for_factor_one[node] = add_call(self.graph, node.target, args, like, **named)
 
     def stand_in(self, node: fx.Node) -> fx.Node:
         """What may be read in place of a node: its shape and strides."""
@@ -204,10 +185,9 @@ class _Insertion:
             made = add_call(self.graph, _ATEN.view.default, (made, list(shape)), old)
         return laid_out_like(old, made, adder(self.graph, old))
 
-    def scaled(self, node: fx.Node) -> fx.Node:
+    def scaled(self, node: fx.Node, scale: Factor) -> fx.Node:
         """A multiple of the factor: the result for 1, times the factor."""
-        assert self.scale is not None
-        given = self.nodes[self.scale.node]
+        given = self.nodes[scale.node]
         if given.meta["val"].dim():
             given = add_call(self.graph, _ATEN.view.default, (given, []), given)
         return add_call(self.graph, _ATEN.mul.Tensor, (node, given), node)
@@ -233,15 +213,12 @@ class _Form:
     size: Sizes
     scale: Factor | None = None
 
-    def site(self, rule: str, name: str) -> Site:
-        return Site(rule, name, self.insert, backward_only=self.region.only_backward)
-
     def insert(self, graph: fx.Graph, nodes: Mapping[fx.Node, fx.Node]) -> StandIns:
-        one = _Insertion(graph, self.region, nodes, self.size, self.scale)
+        one = _Insertion(graph, self, nodes)
         found: StandIns = {}
         multiples: set[fx.Node] = set()
         if self.scale is not None:
-            one.copy_for_one()
+            one.copy_for_one(self.scale)
             multiples = self.scale.depends(self.region)
         outside = set(self.region.read_outside())
         for loop in self.loops:
@@ -251,52 +228,42 @@ class _Form:
                     found[nodes[node]] = one.stand_in(node)
         if self.scale is not None:
             one.after([nodes[self.scale.node], *one.made.values()])
-            for node in sorted(multiples & outside, key=self.region.position.__getitem__):
-                one.made[node] = one.scaled(one.made[node])
+            for node in sorted(multiples & outside):
+                one.made[node] = one.scaled(one.made[node], self.scale)
                 found[nodes[node]] = one.stand_in(node)
         return found
-
-
-def _loops(region: Region, scale: Factor | None = None) -> tuple[Loop, ...]:
-    given = None if scale is None else scale.node
-    try:
-        level = levels(region, in_one=scale is not None, given=given)
-        loops = tuple(plan_loops(region, level))
-        for loop in loops:
-            dump(loop.program)
-    except (Refused, TypeError):
-        return ()
-    return loops
 
 
 _Way = Callable[[Sizes], _Form]
 
 
-def _way(region: Region, ignored: IgnoredRows | None, scale: Factor | None) -> _Way | None:
+def _again(region: Region, ignored: IgnoredRows | None, scale: Factor | None = None) -> _Way | None:
     """The loops of a region, which leave rows out if some are ``ignored``."""
     if not all(map(has_order, region.read_outside())):
         return None
-    loops = _loops(region, scale)
-    if ignored is not None and loops:
+    given = None if scale is None else scale.node
+    try:
+        loops = tuple(plan_loops(region, levels(region, in_one=scale is not None, given=given)))
+        for loop in loops:
+            dump(loop.program)
+    except (Refused, TypeError):
+        return None
+    if ignored is not None:
         loops = ignored.leave_out(loops)
     if not loops or (scale is not None and len(loops) > 1):
         return None
     return partial(_Form, region, loops, scale=scale)
 
 
-def _again(region: Region, ignored: IgnoredRows | None) -> _Way | None:
-    return _way(region, ignored, None)
-
-
 def _late(region: Region, _: IgnoredRows | None) -> _Way | None:
     half = region.backward_half()
-    return _way(half, None, None) if half.read_outside() else None
+    return _again(half, None) if half.read_outside() else None
 
 
 def _at_once(region: Region, ignored: IgnoredRows | None) -> _Way | None:
     has_backward = any(region.joint.role[n] is Role.BACKWARD for n in region.kinds)
     scale = factor(region) if has_backward else None
-    return None if scale is None else _way(region, ignored, scale)
+    return None if scale is None else _again(region, ignored, scale)
 
 
 def forms(region: Region, others: Set[fx.Node] = frozenset()) -> Iterator[tuple[str, _Form]]:
@@ -336,7 +303,8 @@ def find(joint: JointGraph, rule: str) -> list[Site]:
     claimed = {node for region in regions for node in region.kinds}
     for region in regions:
         for form, made in list(forms(region, claimed)):
-            found.append(made.site(rule, f"{rule} {region.name} {form}"))
+            name, late = f"{rule} {region.name} {form}", made.region.only_backward
+            found.append(Site(rule, name, made.insert, backward_only=late))
             claimed |= set(made.region.kinds)
     return found
 
@@ -347,9 +315,7 @@ RULES = CHUNKED_LOSS, CHUNKED_MLP, CHUNKED_ATTENTION, CHUNKED_CONVOLUTIONS = tup
         ("chunked_loss", "logits and their loss a few rows at a time"),
         ("chunked_mlp", "the hidden layer of an MLP a few rows at a time"),
         ("chunked_attention", "attention written by hand, a few heads at a time"),
-        (
-            "chunked_convolutions",
-            "a convolution, normalisation and activation a few images at a time",
-        ),
+        ("chunked_convolutions",
+         "a convolution, normalisation and activation a few images at a time"),
     )
-)
+)  # fmt: skip

@@ -25,12 +25,18 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fxremat.runtime import optimizer_steps
-from fxremat.runtime.copies import cpu_engine, cuda_engine
-from fxremat.runtime.copy_trace import CopyRecord, Direction, Engine, copy_trace
-from fxremat.runtime.host_memory import HOST_MEMORY, check_copyable, run_of_memory, size_of_extent
-from fxremat.runtime.kernels import COPIES, WAITS, no_result, register
+from fxremat.runtime import cpu_engine, cuda_engine, optimizer_steps
+from fxremat.runtime.copy_trace import CopyRecord, Direction, copy_trace
+from fxremat.runtime.host_memory import (
+    HOST_MEMORY,
+    check_copyable,
+    mapped_like,
+    run_of_memory,
+    size_of_extent,
+)
+from fxremat.runtime.kernels import COPIES, WAITS, register
 
+Engine = cpu_engine.CpuEngine | cuda_engine.CudaEngine
 _ENGINES: dict[str, Engine] = {"cpu": cpu_engine.ENGINE, "cuda": cuda_engine.ENGINE}
 
 
@@ -43,23 +49,6 @@ def _engine(device: torch.device) -> Engine:
     return engine
 
 
-def _to_host(x: torch.Tensor) -> torch.Tensor:
-    return _engine(x.device).start_to_host(x)
-
-
-def _wait_host(host: torch.Tensor, x: torch.Tensor) -> None:
-    _engine(x.device).wait("wait_host", host, x.device)
-
-
-def _to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    optimizer_steps.before_reading(host)
-    return _engine(device).start_to_device(host, device)
-
-
-def _wait_device(x: torch.Tensor, host: torch.Tensor) -> None:
-    _engine(x.device).wait("wait_device", x, x.device)
-
-
 def fake_on_host(x: torch.Tensor) -> torch.Tensor:
     """A tensor on the host like ``x``, without its contents."""
     return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="cpu")
@@ -70,37 +59,49 @@ def fake_on_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
     return torch.empty_strided(host.size(), host.stride(), dtype=host.dtype, device=device)
 
 
-to_host = register("to_host", "(Tensor x) -> Tensor", _to_host, fake_on_host, COPIES)
-"""``to_host(x)``: start copying x; the tensor in host memory, without its contents yet.
+@register("(Tensor x) -> Tensor", COPIES, fake_on_host)
+def to_host(x: torch.Tensor) -> torch.Tensor:
+    """Start copying x; the tensor in host memory, without its contents yet.
 
-`HostMemoryExceeded` if that tensor would exceed the cap."""
+    `HostMemoryExceeded` if that tensor would exceed the cap.
+    """
+    return _engine(x.device).start_to_host(x)
 
-wait_host = register("wait_host", "(Tensor(a!) host, Tensor x) -> ()", _wait_host, no_result, WAITS)
-"""``wait_host(host, x)``: what is computed from now on comes after the copy of x.
 
-RuntimeError if there is no such copy or, on the CPU, if it failed."""
+@register("(Tensor(a!) host, Tensor x) -> ()", WAITS)
+def wait_host(host: torch.Tensor, x: torch.Tensor) -> None:
+    """What is computed from now on comes after the copy of x.
 
-to_device = register(
-    "to_device", "(Tensor host, Device device) -> Tensor", _to_device, fake_on_device, COPIES
-)
-"""``to_device(host, device)``: allocate there and start copying; without contents yet.
+    RuntimeError if there is no such copy or, on the CPU, if it failed.
+    """
+    _engine(x.device).wait("wait_host", host, x.device)
 
-The copy comes after the copy to host that fills ``host``, waited for or not. The same host tensor
-can be fetched any number of times."""
 
-wait_device = register(
-    "wait_device", "(Tensor(a!) x, Tensor host) -> ()", _wait_device, no_result, WAITS
-)
-"""``wait_device(x, host)``: what is computed from now on comes after the copy into x.
+@register("(Tensor host, Device device) -> Tensor", COPIES, fake_on_device)
+def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Allocate on a device and start copying; without contents yet.
 
-RuntimeError if there is no such copy or, on the CPU, if it failed."""
+    The copy comes after the copy to host that fills ``host``, waited for or not. The same host
+    tensor can be fetched any number of times.
+    """
+    optimizer_steps.before_reading(host)
+    return _engine(device).start_to_device(host, device)
+
+
+@register("(Tensor(a!) x, Tensor host) -> ()", WAITS)
+def wait_device(x: torch.Tensor, host: torch.Tensor) -> None:
+    """What is computed from now on comes after the copy into x.
+
+    RuntimeError if there is no such copy or, on the CPU, if it failed.
+    """
+    _engine(x.device).wait("wait_device", x, x.device)
 
 
 # --- weights in host memory -------------------------------------------------------------------
 
 
 _EMPTY_LIKE: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "cpu": cpu_engine._mapped_like,
+    "cpu": mapped_like,
     "cuda": cuda_engine._pinned_like,
 }
 
@@ -126,21 +127,37 @@ def _finish(device: torch.device) -> None:
     optimizer_steps.now_on(device)()
 
 
-def _fetch(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+@register("(Tensor host, Device device) -> Tensor", COPIES, fake_on_device)
+def fetch(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy on the device, with the sizes, strides and dtype of ``host``.
+
+    Its gradient arrives in host memory.
+    """
     x: torch.Tensor = to_device(host, device)
     wait_device(x, host)
     _finish(x.device)
     return x
 
 
-def _put(x: torch.Tensor) -> torch.Tensor:
+@register("(Tensor x) -> Tensor", COPIES, fake_on_host)
+def put(x: torch.Tensor) -> torch.Tensor:
+    """A copy in host memory, with the sizes, strides and dtype of ``x``.
+
+    Its gradient arrives on the device of ``x``. `HostMemoryExceeded` if it would exceed the cap.
+    """
     host: torch.Tensor = to_host(x)
     wait_host(host, x)
     _finish(x.device)
     return host
 
 
-def _settle(host: torch.Tensor, device: torch.device) -> None:
+@register("(Tensor(a!) host, Device device) -> ()", WAITS)
+def settle(host: torch.Tensor, device: torch.device) -> None:
+    """The host waits until the device has done all it was asked before, and for optimizer steps.
+
+    Those are the steps that began in this backward. ``host`` is a tensor that the graph gives to
+    its caller, so that the call is not left out.
+    """
     _finish(device)
     optimizer_steps.finish()
 
@@ -174,22 +191,6 @@ def _with_strides(x: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
     back = sorted(range(x.dim()), key=lambda d: order[d])
     return x.permute(order).contiguous().permute(back)
 
-
-fetch = register("fetch", "(Tensor host, Device device) -> Tensor", _fetch, fake_on_device, COPIES)
-"""``fetch(host, device)``: a copy on the device, with the sizes, strides and dtype of ``host``.
-
-Its gradient arrives in host memory."""
-
-put = register("put", "(Tensor x) -> Tensor", _put, fake_on_host, COPIES)
-"""``put(x)``: a copy in host memory, with the sizes, strides and dtype of ``x``.
-
-Its gradient arrives on the device of ``x``. `HostMemoryExceeded` if it would exceed the cap."""
-
-settle = register("settle", "(Tensor(a!) host, Device device) -> ()", _settle, no_result, WAITS)
-"""``settle(host, device)``: the host waits until the device has done all it was asked before,
-and until the optimizer steps are over that began in this backward.
-
-``host`` is a tensor that the graph gives to its caller, so that the call is not left out."""
 
 torch.library.register_autograd("fxremat::fetch", _gradient_of_fetch, setup_context=_keep_strides)
 torch.library.register_autograd("fxremat::put", _gradient_of_put, setup_context=_keep_device)

@@ -12,7 +12,6 @@ so that they take part neither in torch's thread pools nor in its profiles.
 from __future__ import annotations
 
 import ctypes
-import mmap
 import os
 import time
 from collections.abc import Sequence
@@ -31,7 +30,7 @@ from fxremat.runtime.copy_trace import (
     active_traces,
     host_time,
 )
-from fxremat.runtime.host_memory import HOST_MEMORY, check_copyable, size_of_extent
+from fxremat.runtime.host_memory import HOST_MEMORY, check_copyable, mapped_like, size_of_extent
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,7 @@ class _CpuTransfer:
 
 
 class CpuEngine:
-    """See `fxremat.runtime.copy_trace.Engine`; waiting blocks the thread that calls."""
+    """Copies between "device" and host memory; waiting blocks the thread that calls."""
 
     def __init__(self) -> None:
         self.speeds: dict[Direction, CopySpeed] = {}
@@ -101,11 +100,13 @@ class CpuEngine:
         self._pending: Pending[_CpuTransfer] = Pending()
 
     def start_to_host(self, x: torch.Tensor) -> torch.Tensor:
+        """A new tensor in host memory like ``x``, into which a copy of ``x`` is on its way."""
         check_copyable(x)
-        host = HOST_MEMORY.allocate(size_of_extent(x), lambda: _mapped_like(x))
+        host = HOST_MEMORY.allocate(size_of_extent(x), lambda: mapped_like(x))
         return self._start("to_host", x, host)
 
     def start_to_device(self, host: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """A new tensor on ``device`` like ``host``, into which a copy of it is on its way."""
         check_copyable(host)
         x = torch.empty_strided(host.size(), host.stride(), dtype=host.dtype, device=device)
         return self._start("to_device", host, x, self._pending.get(host))
@@ -117,15 +118,17 @@ class CpuEngine:
         target: torch.Tensor,
         after: _CpuTransfer | None = None,
     ) -> torch.Tensor:
-        _fill_with_garbage(target)
+        ones = 1 if target.dtype == torch.bool else 0xFF  # a bool has only one that may be set
+        ctypes.memset(target.data_ptr(), ones, size_of_extent(target))
         transfer = _CpuTransfer(
             direction, source, target, self.speeds.get(direction, CopySpeed()), after
         )
         self._pending.add(target, transfer)
-        self._lines[direction].submit(transfer)
+        self._lines[direction].submit(transfer.run)
         return target
 
     def wait(self, what: Wait, target: torch.Tensor, device: torch.device) -> None:
+        """The computation on ``device`` goes on once the copy into ``target`` has ended."""
         transfer = self._pending.find(what, target)
         if transfer is None:
             return
@@ -136,19 +139,6 @@ class CpuEngine:
             self._pending.drop(target)
             raise
         self._pending.forget(target)
-
-
-def _mapped_like(x: torch.Tensor) -> torch.Tensor:
-    """A tensor like ``x`` in pages of its own, which go when its storage does."""
-    nbytes = size_of_extent(x)
-    empty = torch.empty(0, dtype=x.dtype)
-    pages = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8) if nbytes else empty
-    return empty.set_(pages.untyped_storage(), 0, x.size(), x.stride())
-
-
-def _fill_with_garbage(x: torch.Tensor) -> None:
-    """Fill all bytes with ones of bits; a bool has only one that may be set."""
-    ctypes.memset(x.data_ptr(), 1 if x.dtype == torch.bool else 0xFF, size_of_extent(x))
 
 
 def _copy_memory(tensors: Sequence[torch.Tensor]) -> None:

@@ -83,8 +83,7 @@ class _CudaLine:
 
 
 class CudaEngine:
-    """See `fxremat.runtime.copy_trace.Engine`; waiting blocks the current stream, not the
-    host."""
+    """The same as `CpuEngine` on CUDA; waiting blocks the current stream, not the host."""
 
     def __init__(self) -> None:
         self._lines: dict[tuple[Direction, torch.device], _CudaLine] = {}

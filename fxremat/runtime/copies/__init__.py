@@ -1,1 +1,0 @@
-"""Copies between a device and host memory that run beside the computation."""
