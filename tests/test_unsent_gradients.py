@@ -14,7 +14,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch.nn import functional as F
 
 import fxremat
-from fxremat.runtime.unsent_gradients import unsent_results
+from fxremat.runtime.unsent_gradients import unsent_results, written_inputs
 from fxremat.sizes import MIB
 from tests.ranks import least_named
 from tests.small import Block
@@ -205,3 +205,30 @@ def test_which_results_get_none(what: Callable[[Tensor], Any], unsent: tuple[int
 def test_a_part_of_a_model_sends_all() -> None:
     x = torch.randn(2, 4, requires_grad=True) * 2
     assert results_of(Returns(lambda y: (y.sum(), y)), x) == ()
+
+
+class Writes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.register_buffer("place", torch.arange(4.0))
+
+    def forward(self, x: Tensor, seen: Tensor) -> Any:
+        seen[0].add_(1)
+        y = self.norm(self.layer(x + self.place))
+        return y.square().sum() + seen.sum(), y
+
+
+def test_only_what_the_graph_writes_is_copied_before_a_run() -> None:
+    """Through a view, too, and the statistics of norms; not the batch, which would take more."""
+    model, seen = Writes(), torch.zeros(3)
+    found: list[Any] = []
+
+    def backend(gm: Any, inputs: Any) -> Any:
+        found.extend(inputs[k] for k in written_inputs(gm))
+        return gm
+
+    torch.compile(model, backend=backend)(torch.randn(8, 4), seen)
+    norm = model.norm
+    written = {id(seen), *map(id, (norm.running_mean, norm.running_var, norm.num_batches_tracked))}
+    assert {*map(id, found)} == written

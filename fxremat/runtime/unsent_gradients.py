@@ -16,8 +16,6 @@ from torch import fx
 from torch.autograd.function import once_differentiable
 
 Compiled = Callable[..., Any]
-SMALL_BYTES = 2**20
-"""Of what a first run may change, this much is copied before: statistics of norms and counters."""
 
 
 def unsent_results(
@@ -40,6 +38,28 @@ def unsent_results(
 def gives_loss(gm: fx.GraphModule) -> bool:
     """Whether a result of a Dynamo graph is a loss: one number that needs a gradient."""
     return any(_needs_gradient(one) and _is_number(one) for one in _results(gm))
+
+
+def written_inputs(gm: fx.GraphModule) -> tuple[int, ...]:
+    """The places of what a Dynamo graph is given, and writes into.
+
+    Dynamo's stand-ins count how often they are written; norms write their statistics uncounted.
+    """
+    placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    values = [n.meta.get("example_value") for n in placeholders]
+    tensors = {n: x for n, x in zip(placeholders, values, strict=True) if torch.is_tensor(x)}
+    norms = [
+        n
+        for n in gm.graph.nodes
+        if "batch_norm" in str(n.target) or "instance_norm" in str(n.target)
+    ]
+    statistics = {each for norm in norms for each in norm.all_input_nodes}
+    return tuple(
+        k
+        for k, n in enumerate(placeholders)
+        if n in tensors and not tensors[n].requires_grad
+        if tensors[n]._version or n in statistics
+    )
 
 
 def _results(gm: fx.GraphModule) -> list[Any]:
@@ -83,15 +103,16 @@ _DYNAMO_MARKS = ("_torchdynamo", "__wrapped__")
 def gradients_on_demand(
     call: Compiled,
     which: Sequence[int],
+    written: Sequence[int],
     compile_all: Callable[[], Compiled],
     sent: Callable[[], None],
 ) -> Compiled:
     """``call``, whose results at these places have a gradient if somebody asks for it.
 
     Then ``sent()`` is called, and what ``compile_all()`` gives runs, which has gradients for all
-    results.
+    results. What is ``written``, by the places of arguments, is copied before each run.
     """
-    known = _Known(tuple(which), compile_all, sent)
+    known = _Known(tuple(which), tuple(written), compile_all, sent)
 
     def run(*args: Any) -> Any:
         return known.run(call, args)
@@ -104,40 +125,26 @@ class _Known:
     """What runs the graph with all gradients, and which arguments each run changes."""
 
     which: tuple[int, ...]
+    written: tuple[int, ...]
     compile_all: Callable[[], Compiled]
     sent: Callable[[], None]
-    changed: frozenset[int] | None = None
     whole: Compiled | None = None
 
     def run(self, call: Compiled, args: tuple[Any, ...]) -> Any:
         """The results, with nodes that wait for a gradient."""
-        before, copies = _versions(args), self._copies(args)
+        with torch.no_grad():
+            copies = {k: args[k].clone() for k in self.written}
         random: dict[str, Any] = {"cpu": torch.get_rng_state()}
         if any(isinstance(x, torch.Tensor) and x.is_cuda for x in args):
             random["cuda"] = torch.cuda.get_rng_state()
-        again = _Again(self, args, copies, random)
+        again = _Again(self, args, copies, random, _versions(args))
         results = call(*args)
-        again.versions = _versions(args)
-        if self.changed is None:
-            pairs = enumerate(zip(before, again.versions, strict=True))
-            self.changed = frozenset(k for k, (old, new) in pairs if old != new)
-            again.copies = {k: x for k, x in copies.items() if k in self.changed}
         given = list(results)
         apply: Any = _Late.apply
         late = apply(again, len(self.which), *(given[k] for k in self.which), *again.leaves)
         for k, result in zip(self.which, late, strict=True):
             given[k] = result
         return given if isinstance(results, list) else tuple(given)
-
-    def _copies(self, args: tuple[Any, ...]) -> dict[int, torch.Tensor]:
-        """Of the arguments that a run changes; before the first it is not known which these are."""
-        with torch.no_grad():
-            return {
-                k: x.clone()
-                for k, x in enumerate(args)
-                if isinstance(x, torch.Tensor) and not x.requires_grad
-                if (x.nbytes <= SMALL_BYTES if self.changed is None else k in self.changed)
-            }
 
 
 def _versions(args: Iterable[object]) -> tuple[int, ...]:
@@ -154,7 +161,8 @@ class _Again:
     copies: dict[int, torch.Tensor]
     random: dict[str, Any]
     """By the type of device, the state of its generator before the run."""
-    versions: tuple[int, ...] = ()
+    versions: tuple[int, ...]
+    """Of the arguments, before the run."""
     leaves: list[torch.Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -167,9 +175,8 @@ class _Again:
         Raises RuntimeError where an argument was overwritten since.
         """
         known, now = self.known, _versions(self.args)
-        changed = known.changed or frozenset()
         overwritten = {k for k, old in enumerate(self.versions) if now[k] != old}
-        if not {*changed, *overwritten} <= self.copies.keys():
+        if not overwritten <= self.copies.keys():
             raise RuntimeError(OVERWRITTEN)
         known.sent()
         args = [self.copies.get(k, x) for k, x in enumerate(self.args)]

@@ -42,7 +42,7 @@ from fxremat.faults import with_less_after_faults
 from fxremat.memory.allocator_settings import AllocatorSettings
 from fxremat.memory.arena import Arena
 from fxremat.memory.reserved_bytes import keep_too_much
-from fxremat.memory.storages import Storages, saved_storages
+from fxremat.memory.storages import Storages, saved_storages, storage_bytes
 from fxremat.options import Options, parse_options
 from fxremat.report.report import Report
 from fxremat.runtime import accumulation
@@ -52,6 +52,7 @@ from fxremat.runtime.unsent_gradients import (
     gives_loss,
     gradients_on_demand,
     unsent_results,
+    written_inputs,
 )
 from fxremat.step.description import StepDescription
 from fxremat.step.promise import Promise, RunVersions
@@ -103,6 +104,8 @@ class Graph:
     """Its joint graph, once it was traced to plan it."""
     unsent: tuple[int, ...] = ()
     """Results that are compiled as if nobody sent a gradient for them."""
+    written: tuple[int, ...] = ()
+    """Inputs that are copied before each run, to run it again should a gradient come for these."""
     was_sent: bool = False
     """Whether one came for these in the last step."""
 
@@ -116,13 +119,14 @@ class Graph:
         modules = {id(unwrapped(one)) for one in calling_modules()}
         ends_model = not self.goes_on and len(modules) == 1
         self.unsent = unsent_results(self.kept, self.inputs, ends_model=ends_model)
+        self.written = written_inputs(self.kept) if self.unsent else ()
 
     def sends_more(self) -> bool:
         """Whether one came in the last step: from now on it is compiled with all gradients."""
         more = self.was_sent and bool(self.unsent)
         self.was_sent = False
         if more:
-            self.unsent, self.joint = (), None
+            self.unsent, self.written, self.joint = (), (), None
         return more
 
     @property
@@ -160,7 +164,7 @@ class Graph:
 
     def _compile_all(self) -> Callable[..., Any]:
         """The whole graph, with the gradients that were left out: one was sent, unexpectedly."""
-        whole = replace(self, gm=None, joint=None, unsent=(), ranks=())
+        whole = replace(self, gm=None, joint=None, unsent=(), written=(), ranks=())
         unlimited = replace(self.options, memory_budget=None)
         return whole.compile(request_for(self.inputs, unlimited)).call
 
@@ -189,7 +193,9 @@ class Graph:
             session.STATE.reports.append(report)
             log.info("%s", report.summary())
         if self.unsent and report is not None:
-            compiled = gradients_on_demand(compiled, self.unsent, self._compile_all, self._is_sent)
+            compiled = gradients_on_demand(
+                compiled, self.unsent, self.written, self._compile_all, self._is_sent
+            )
         return CompiledVersion(compiled, report)
 
     def request(
@@ -199,7 +205,8 @@ class Graph:
 
         An optimizer may train the ``weights``; without any, the graph's own.
         """
-        return request_for(self.inputs, self.options, around, neighbours, weights)
+        copied = storage_bytes([self.inputs[k] for k in self.written], self.device)
+        return request_for(self.inputs, self.options, around + copied, neighbours, weights)
 
     def plan(self, request: Request) -> Report:
         """Planned for the request, and not compiled. Raises `NoBackward`."""
@@ -263,7 +270,7 @@ class Graph:
         self, gm: fx.GraphModule, inputs: Sequence[Any], request: Request, count: int
     ) -> Part:
         """The same of another graph, with the options of this one."""
-        other = replace(self, gm=None, kept=gm, inputs=inputs, unsent=())
+        other = replace(self, gm=None, kept=gm, inputs=inputs, unsent=(), written=())
         return other.as_part(request, count)
 
     def _trace(self, partitioner: Partitioner, partition: Callable[..., Any]) -> Callable[..., Any]:
