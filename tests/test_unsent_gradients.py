@@ -208,6 +208,8 @@ def test_a_part_of_a_model_sends_all() -> None:
 
 
 class Writes(nn.Module):
+    place: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.layer, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
@@ -230,5 +232,5 @@ def test_only_what_the_graph_writes_is_copied_before_a_run() -> None:
 
     torch.compile(model, backend=backend)(torch.randn(8, 4), seen)
     norm = model.norm
-    written = {id(seen), *map(id, (norm.running_mean, norm.running_var, norm.num_batches_tracked))}
-    assert {*map(id, found)} == written
+    statistics = norm.running_mean, norm.running_var, norm.num_batches_tracked
+    assert {*map(id, found)} == {*map(id, (seen, *statistics))}
