@@ -214,7 +214,7 @@ def flux() -> Case:
     network = diffusers.FluxTransformer2DModel(
         patch_size=1, in_channels=16, num_layers=2, num_single_layers=2, attention_head_dim=16,
         num_attention_heads=4, joint_attention_dim=64, pooled_projection_dim=32,
-        axes_dims_rope=(4, 4, 8),
+        axes_dims_rope=(4, 4, 8), guidance_embeds=True,
     )  # fmt: skip
     where, words = torch.zeros(256, 3), torch.zeros(16, 3)
     where[:, 1], where[:, 2] = torch.arange(256) // 16, torch.arange(256) % 16
