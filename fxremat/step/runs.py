@@ -252,7 +252,7 @@ class GraphInStep:
             return None
         beside = where.scope.neighbours(where.place, args, self.around, where.device, 1)
         more = beside.lasting - where.neighbours.lasting
-        if self.taken.own_peak_bytes + budget.held + max(0, more) <= budget.limit:
+        if more <= 0 or self.taken.own_peak_bytes + budget.held + more <= budget.limit:
             return None
         self.where = replace(where, neighbours=beside)
         self.request = self.request.with_budget(held=budget.held + more)
