@@ -35,7 +35,7 @@ early = accumulating.early
 _fresh = accumulating.fresh
 
 
-# --- gradients that are asked for --------------------------------------------------------
+# --- gradients that are asked for ---------------------------------------------------------
 
 
 def test_gradients_that_are_asked_for_are_not_added(early: Early) -> None:
@@ -74,7 +74,7 @@ def test_a_graph_of_the_backward(caplog: pytest.LogCaptureFixture, early: Early)
     assert "in this backward" in caplog.text
 
 
-# --- other gradients, and hooks ----------------------------------------------------------
+# --- other gradients, and hooks -----------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -179,7 +179,7 @@ def test_hooks_that_come_later(early: Early, caplog: pytest.LogCaptureFixture) -
     assert "a hook" in caplog.text
 
 
-# --- how the graphs and the backward are run ---------------------------------------------
+# --- how the graphs and the backward are run ----------------------------------------------
 
 
 def test_graphs_that_run_again_in_the_backward(
@@ -280,7 +280,7 @@ def test_averaging_over_processes(tmp_path: Any, early: Early) -> None:
         distributed.destroy_process_group()
 
 
-# --- errors ------------------------------------------------------------------------------
+# --- errors -------------------------------------------------------------------------------
 
 
 def test_an_error_in_the_backward(early: Early) -> None:

@@ -29,11 +29,11 @@ from tests.graphs import (
     everything_again,
     train,
 )
-from tests.in_place import judge
+from tests.random_nets import judge
 
 aten = torch.ops.aten
 
-# --- training steps ----------------------------------------------------------------------
+# --- training steps -----------------------------------------------------------------------
 
 
 class InPlaceCapture(Capture):
@@ -193,7 +193,7 @@ def test_graph_of_tied_rows(golden: Golden) -> None:
     golden(str(seen.backward.graph))
 
 
-# --- bytes -------------------------------------------------------------------------------
+# --- bytes --------------------------------------------------------------------------------
 
 
 def peak(model: nn.Module, inputs: Sequence[Tensor], partition: Any) -> int:

@@ -24,12 +24,14 @@ from tests.conftest import Golden
 from tests.examples import examples
 from tests.slowness import slow_but
 from tests.variants import (
+    DTYPES,
     Taken,
     calls,
     compare,
     gradients,
     inductor_with,
     joint_of,
+    leaf,
     real_inputs,
     results,
     shown,
@@ -40,7 +42,6 @@ from tests.variants import (
 
 RULE = {rule.name: rule for rule in RULES}
 FORMS = ["saved_8bit", "saved_4bit", "saved_fp8", "saved_bf16"]
-DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 
 
 class Squared(nn.Module):
@@ -49,11 +50,6 @@ class Squared(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = x.sin().cumsum(-1)
         return h * h
-
-
-def leaf(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """A random input that wants a gradient."""
-    return torch.randn(*shape).to(dtype).requires_grad_()
 
 
 def found(
@@ -75,7 +71,7 @@ def errors(joint: JointGraph, *chosen: Site) -> list[float]:
     return [float((a - b).norm() / a.norm().clamp(min=1e-30)) for a, b in pairs]
 
 
-# --- forms of one value ------------------------------------------------------------------
+# --- forms of one value -------------------------------------------------------------------
 
 
 @cache
@@ -122,7 +118,7 @@ def test_any_shape_and_order(shape: list[int], order: list[int], name: str) -> N
         assert all(torch.isfinite(torch.tensor(errors(joint, site))))
 
 
-# --- few bits ----------------------------------------------------------------------------
+# --- few bits -----------------------------------------------------------------------------
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": F.gelu,
@@ -222,7 +218,7 @@ def test_piecewise_constant_derivatives_are_exact(name: str) -> None:
         assert max(errors(joint, site)) < 1e-6
 
 
-# --- random matmul -----------------------------------------------------------------------
+# --- random matmul ------------------------------------------------------------------------
 
 
 def linear(transposed: bool) -> Callable[..., Any]:
@@ -290,7 +286,7 @@ def test_small_derivatives_that_do_not_grow() -> None:
     assert found("few_bit_activation", lambda x: F.gelu(x.cumsum(-1)).mean(), *LARGE)[1]
 
 
-# --- the whole ---------------------------------------------------------------------------
+# --- the whole ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", slow_but(["saved_8bit"], RULE))

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fxremat
 from fxremat.step import scope
+from tests.graphs import Net
 from tests.placing import Trial, dry_runs, trial
 from tests.small import Convolutions, Layers, Stack
 
@@ -148,7 +149,7 @@ def test_a_larger_layout_takes_the_arena_anew(stack: Small) -> None:
         del before
 
 
-# --- what a loop does with gradients and results ------------------------------------------------
+# --- what a loop does with gradients and results ------------------------------------------
 
 
 def hooks(stack: Small) -> Any:
@@ -307,7 +308,7 @@ def test_a_second_backward_gives_what_it_gives_without(stack: Small, donated: bo
             in_all_ways(small, loop, found)
 
 
-# --- storages -----------------------------------------------------------------------------------
+# --- storages -----------------------------------------------------------------------------
 
 
 def test_storages_of_gradients_are_their_own(stack: Small) -> None:
@@ -350,7 +351,7 @@ def test_memory_that_is_held_in_other_ways(stack: Small) -> None:
         assert found.arena.conflicts > 0
 
 
-# --- graphs -------------------------------------------------------------------------------------
+# --- graphs -------------------------------------------------------------------------------
 
 
 def test_running_statistics() -> None:
@@ -367,20 +368,18 @@ def test_running_statistics() -> None:
         in_all_ways(small, loop, found)
 
 
-class Wide(nn.Module):
+def wide() -> Net:
     """Its size is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.as_tensor(self.down(torch.tanh(self.up(x)).relu()).square().mean())
+    return Net(
+        lambda net, x: net.down(torch.tanh(net.up(x)).relu()).square().mean(),
+        up=nn.Linear(16, 64),
+        down=nn.Linear(64, 16),
+    )
 
 
 def test_one_graph_for_many_sizes() -> None:
     """It is laid out for 32 rows, and fewer lie in the same places."""
-    small = Small(Wide, 32, 16, dynamic=True)
+    small = Small(wide, 32, 16, dynamic=True)
     torch._dynamo.mark_dynamic(small.x, 0)
     sizes = [torch.randn(rows, 16) for rows in (32, 8, 17, 31)]
 
@@ -452,7 +451,7 @@ def test_blocks_one_by_one_and_two_models(stack: Small) -> None:
         assert found.arena.conflicts == 0
 
 
-# --- ops that do not do as they say -------------------------------------------------------------
+# --- ops that do not do as they say -------------------------------------------------------
 
 LIBRARY: Any = torch.library.Library("arena_tests", "DEF")  # type: ignore[no-untyped-call]
 LIBRARY.define("odd(Tensor x, str how) -> Tensor")

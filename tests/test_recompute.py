@@ -37,8 +37,7 @@ from tests.graphs import (
     mlp,
     store_all,
 )
-from tests.plan_peaks import peaks
-from tests.random_nets import SIDE, random_nets
+from tests.random_nets import SIDE, peaks, random_nets
 from tests.slowness import slow_but
 
 ATEN = torch.ops.aten
@@ -53,7 +52,7 @@ def _few_threads_and_dynamic_outputs() -> Any:
         yield
 
 
-# --- text ----------------------------------------------------------------------------------
+# --- text ---------------------------------------------------------------------------------
 
 
 def test_code_of_a_small_plan(golden: Golden) -> None:
@@ -61,7 +60,7 @@ def test_code_of_a_small_plan(golden: Golden) -> None:
     golden(seen.rewritten.module.code.strip())
 
 
-# --- pairs ---------------------------------------------------------------------------------
+# --- pairs --------------------------------------------------------------------------------
 
 
 def test_keeping_all_copies_nothing() -> None:
@@ -79,13 +78,14 @@ def test_running_again_copies_the_op_and_saves_less() -> None:
     assert [n.name for n in seen.rewritten.saved if n.op != "placeholder"] == []
 
 
-def test_a_result_of_the_graph_stays_when_its_op_runs_again() -> None:
-    def both(net: Any, x: torch.Tensor) -> Any:
-        top, where = net.linear(x).topk(3, 1)
-        return top, where.float() * top.sin()
+def top_rows(net: Any, x: torch.Tensor) -> Any:
+    top, where = net.linear(x).topk(3, 1)
+    return top, where.float() * top.sin()
 
+
+def test_a_result_of_the_graph_stays_when_its_op_runs_again() -> None:
     again = again_after_tangents("topk")
-    seen = assert_plan_changes_nothing(Net(both, linear=linear()), [batch(4, 8)], again)
+    seen = assert_plan_changes_nothing(Net(top_rows, linear=linear()), [batch(4, 8)], again)
     assert "getitem" in [n.name for n in seen.rewritten.saved] or len(seen.problem.outputs) > 1
 
 
@@ -95,16 +95,12 @@ NOTHING_TO_REPEAT = ("buffer", "input overwritten", "odd results, input gradient
 def test_a_result_is_the_first_copy() -> None:
     """An op runs again before the forward ends; the caller gets what it made first."""
 
-    def both(net: Any, x: torch.Tensor) -> Any:
-        top, where = net.linear(x).topk(3, 1)
-        return top, where.float() * top.sin()
-
     def twice(problem: Problem) -> Steps:
         steps = problem.base_steps()
         end = steps.index(TANGENTS)
         return (*steps[:end], "topk", *steps[end:])
 
-    seen = capture(Net(both, linear=linear()), [batch(4, 8)], twice)
+    seen = capture(Net(top_rows, linear=linear()), [batch(4, 8)], twice)
     assert seen.rewritten.recomputed == ("topk",)
     results = seen.rewritten.module.graph.output_node().all_input_nodes
     assert not [node.name for node in results if RECOMPUTED in node.name]
@@ -238,8 +234,8 @@ def test_dynamic_shapes(bounded: bool) -> None:
         reference.zero_grad()
         run(given).square().sum().backward()
         reference(given).square().sum().backward()
-        for one, other in zip(model.parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(one.grad, other.grad)
+        found, expected = ([p.grad for p in one.parameters()] for one in (model, reference))
+        torch.testing.assert_close(found, expected)
     if bounded:
         assert seen.problem.bytes_of["addmm"] == 64 * 8 * 4
     assert seen.rewritten.recomputed
@@ -257,7 +253,7 @@ def test_a_number_read_from_a_tensor() -> None:
     assert two_runs(seen, ATEN._local_scalar_dense) == len(seen.calls(ATEN._local_scalar_dense))
 
 
-# --- properties ----------------------------------------------------------------------------
+# --- properties ---------------------------------------------------------------------------
 
 
 @examples(12)

@@ -13,7 +13,6 @@ from torch.nn import functional as F
 import fxremat
 from fxremat import runtime
 from fxremat.verify.data_flow import check_arrivals
-from tests import stepping
 from tests.accumulating import LOSSES, squares
 from tests.host_weights import equal, moved
 from tests.small import Stack, Tied, seeded
@@ -31,9 +30,9 @@ from tests.stepping import (
     trained,
 )
 
-_fresh = stepping.fresh
+# --- step in backward training _fresh = stepping.fresh
 
-# --- the same training -------------------------------------------------------------------
+# --- the same training --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -126,7 +125,7 @@ def test_graph_breaks() -> None:
     assert len(early) == 10 * 24
 
 
-# --- whole gradients ---------------------------------------------------------------------
+# --- whole gradients ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", [*LOSSES, "loss outside"])
@@ -245,7 +244,7 @@ def test_parameters_that_share_memory() -> None:
     torch.testing.assert_close(found, trained(plain, compiled_model, optimizer))
 
 
-# --- parameters of all kinds -------------------------------------------------------------
+# --- parameters of all kinds --------------------------------------------------------------
 
 
 class Mixed(nn.Module):
@@ -297,7 +296,7 @@ def test_a_frozen_parameter_that_thaws() -> None:
     assert weight.grad is None
 
 
-# --- beside the backward, and in less memory ---------------------------------------------
+# --- beside the backward, and in less memory ----------------------------------------------
 
 
 def test_steps_end_before_the_backward_does() -> None:

@@ -20,8 +20,8 @@ import fxremat
 from fxremat.step import scope
 from fxremat.step.in_flight import watch_in_flight
 from fxremat.step.promise import Promise, PromisedVersion, RunVersions
+from tests.end_to_end import warned
 from tests.small import Language
-from tests.warned import warned
 
 HOST = torch.device("cpu")
 KIB = 1024
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("fresh_budgets")
 told = partial(warned, fxremat.PromiseBroken)
 
 
-# --- models whose blocks are compiled one by one ------------------------------------------------
+# --- models whose blocks are compiled one by one ------------------------------------------
 
 
 class Chain(Language):
@@ -79,8 +79,7 @@ def test_blocks_compiled_by_themselves_share_the_budget(copy: Callable[[Any], An
     with told() as found:
         step()
         step()
-    for parameter, gradient in zip(model.parameters(), expected, strict=True):
-        torch.testing.assert_close(parameter.grad, gradient)
+    torch.testing.assert_close([parameter.grad for parameter in model.parameters()], expected)
     model.zero_grad(set_to_none=True)
     peak = fxremat.measure_peak(step, held=(model, tokens)).peak_bytes
     assert peak <= given["memory_budget"]
@@ -179,7 +178,7 @@ def test_without_a_budget_nothing_is_said() -> None:
     assert found == []
 
 
-# --- what counts as in flight -------------------------------------------------------------------
+# --- what counts as in flight -------------------------------------------------------------
 
 
 def exponential(x: Tensor) -> Tensor:

@@ -20,8 +20,8 @@ from fxremat.memory.watched_steps import WATCHED_STEPS, StepWatch
 from fxremat.sizes import MIB, parse_bytes
 from fxremat.step import scope
 from fxremat.step.promise import Observed
+from tests.end_to_end import warned
 from tests.small import Block
-from tests.warned import warned
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 QUICK: dict[str, Any] = {"executor": "aot_eager", "solver": "greedy", "variants": "none"}
