@@ -55,6 +55,8 @@ def test_bytes_of_every_step() -> None:
     moments = ((10,), (10, 20, 5), (10, 20, 4), (4, 2))
     assert timeline.live_bytes == tuple(100 + 1 + sum(moment) for moment in moments)
     assert (timeline.peak_bytes, timeline.peak_step, timeline.time_us) == (136, 1, 15.0)
+    assert timeline.live_at(2) == ("w", "b", "a", "db", "x")  # the largest first
+    assert replay(chain(), ()).peak_bytes == 100
 
 
 def test_intervals_of_every_copy() -> None:
@@ -63,11 +65,6 @@ def test_intervals_of_every_copy() -> None:
         Interval("x", 0, 5), Interval("a", 0, 2), Interval("a", 2, 4), Interval("b", 1, 4),
         Interval("db", 3, 5), Interval("da", 4, 5),
     }  # fmt: skip
-
-
-def test_live_values_are_largest_first() -> None:
-    timeline = replay(chain(), chain().base_steps())
-    assert timeline.live_at(2) == ("w", "b", "a", "db", "x")
 
 
 def test_an_output_stays_from_its_first_write() -> None:
@@ -89,10 +86,6 @@ def test_an_input_that_nobody_reads_goes_after_the_first_step() -> None:
         outputs=("y", "z"),
     )
     assert replay(problem, problem.base_steps()).live_bytes == (6, 2)
-
-
-def test_no_steps_need_the_resident_bytes() -> None:
-    assert replay(chain(), ()).peak_bytes == 100
 
 
 def test_a_read_of_what_was_never_written() -> None:
@@ -174,9 +167,8 @@ PROBLEM = Problem(
 BASE = PROBLEM.base_steps()
 
 
-def kinds(verdict: Verdict) -> list[str]:
-    """The kinds of all failures."""
-    return [failure.kind for failure in verdict.failures]
+def kinds_of(problem: Problem, *steps: Step) -> list[str]:
+    return [failure.kind for failure in check(problem, steps).failures]
 
 
 def test_the_base_schedule_is_possible() -> None:
@@ -226,10 +218,7 @@ def test_over_budget_names_the_worst_step() -> None:
 
 
 def test_verdict_text(golden: Golden) -> None:
-    texts = [
-        check(PROBLEM, BASE),
-        check(PROBLEM, ("make_b", "tea", "make_b"), budget_bytes=2),
-    ]
+    texts = [check(PROBLEM, BASE), check(PROBLEM, ("make_b", "tea", "make_b"), budget_bytes=2)]
     golden("\n\n".join(map(str, texts)))
 
 
@@ -258,8 +247,7 @@ def test_a_missing_step_is_seen(
     problem, steps = example
     index = data.draw(st.integers(0, len(steps) - 1))
     rest = steps[:index] + steps[index + 1 :]
-    verdict = check(problem, rest)
-    assert ("op never runs" in kinds(verdict)) == (steps[index] not in rest)
+    assert ("op never runs" in kinds_of(problem, *rest)) == (steps[index] not in rest)
 
 
 def long_chain(count: int) -> Problem:
@@ -341,21 +329,14 @@ def test_a_direction_makes_one_transfer_at_a_time() -> None:
 
 
 def test_the_last_transfer_counts() -> None:
-    steps: tuple[Step, ...] = (*moved_chain().base_steps()[:4], OUT("a"), "make_da", WAIT("a"))
-    assert (
-        replay(moved_chain(to_host=0.1), steps).time_us
-        == check(moved_chain(to_host=0.1), steps).time_us
-    )
-    assert replay(moved_chain(to_host=0.1), steps).time_us == 15.0 + 100.0
+    problem = moved_chain(to_host=0.1)
+    steps: tuple[Step, ...] = (*problem.base_steps()[:4], OUT("a"), "make_da", WAIT("a"))
+    assert replay(problem, steps).time_us == check(problem, steps).time_us == 15.0 + 100.0
 
 
 def test_no_bandwidth_never_ends() -> None:
     assert replay(moved_chain(to_device=0.0), AWAY).time_us == float("inf")
     assert check(moved_chain(to_device=0.0), AWAY).time_us == float("inf")
-
-
-def kinds_of(problem: Problem, *steps: Step) -> list[str]:
-    return [failure.kind for failure in check(problem, steps).failures]
 
 
 def inserted(at: int, *moves: Move) -> tuple[Step, ...]:

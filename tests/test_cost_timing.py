@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -30,9 +31,6 @@ from fxremat.runtime.chunks.operator import ROWS
 from tests.graphs import batch, capture, mlp
 from tests.loss_program import CLASSES, inputs, program
 from tests.single_calls import ATEN, KEY, call, item
-
-# --- timing -------------------------------------------------------------------------------
-
 
 HOST, GPU = torch.device("cpu"), torch.device("cuda", 0)
 ROOFLINE = Roofline(DeviceSpec("test", 1e12, 4e12, 1e9, 3.0, 1e9, 1e8, 20.0), True, True)
@@ -201,20 +199,15 @@ def test_numbers_of_a_cpu_are_those_of_its_threads(tmp_path: Path) -> None:
 def test_numbers_that_are_added_together_are_written_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, written = tmp_path / "numbers.json", list[Path]()
-
-    def write(to: Path, text: str) -> None:
-        written.append(to)
-        write_whole(to, text)
-
+    path, write = tmp_path / "numbers.json", mock.Mock(side_effect=write_whole)
     monkeypatch.setattr(number_file, "write_whole", write)
     with written_together():
         file = NumberFile(path)
         for number in range(10):
             file.add(f"{number}", float(number))
         NumberFile(path).add("theirs", 0.5)
-        assert (len(file.numbers), written) == (10, [])
-    assert written == [path, path]
+        assert (len(file.numbers), write.call_count) == (10, 0)
+    assert [one.args[0] for one in write.call_args_list] == [path, path]
     assert len(NumberFile(path).numbers) == 11
 
 
@@ -314,6 +307,9 @@ def test_a_call_that_raises_is_left_to_the_roofline(tmp_path: Path) -> None:
 # --- calls made inside --------------------------------------------------------------------
 
 
+HOW = (None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+
+
 def rows_call(chunk: int) -> fx.Node:
     x, y, w = inputs(64)
     node = fx.Graph().call_function(ROWS, ([x, y], [w.t(), w], program(), chunk, chunk))
@@ -323,8 +319,7 @@ def rows_call(chunk: int) -> fx.Node:
 
 def test_matmuls_of_chunks_are_measured_in_their_sizes(tmp_path: Path, runs: list[str]) -> None:
     time_of = timer(tmp_path, rates_of(1.0, 1e12, {}))
-    node = rows_call(16)
-    inside = ROOFLINE.inside(node)
+    inside = ROOFLINE.inside(node := rows_call(16))
     assert inside.library
     found = time_of((node,), 0)
     assert len(runs) == len({call_key(one.target, one.args, {}, int) for one in inside.library})
@@ -337,8 +332,7 @@ def test_matmuls_of_chunks_are_measured_in_their_sizes(tmp_path: Path, runs: lis
 
 def test_functions_inside_chunks_take_their_time(tmp_path: Path) -> None:
     """What a loop computes of its elements, where that takes longer than to move them."""
-    node = rows_call(16)
-    inside = ROOFLINE.inside(node)
+    inside = ROOFLINE.inside(node := rows_call(16))
     count = sum(count for name, count in inside.functions if name == "exp")
     assert count == 2 * 64 * CLASSES
     moving, computing = (
@@ -350,15 +344,14 @@ def test_functions_inside_chunks_take_their_time(tmp_path: Path) -> None:
 @pytest.mark.parametrize("images", [1, 2, 3])
 def test_convolutions_of_some_images_are_measured_so(tmp_path: Path, images: int) -> None:
     x, w = torch.randn(6, 3, 8, 8), torch.randn(4, 3, 3, 3)
-    how = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
-    forward = call(CONVOLUTION, x, w, None, *how, images, "")
+    forward = call(CONVOLUTION, x, w, *HOW, images, "")
     (one,) = ROOFLINE.inside(forward).library
     assert one.target is ATEN.convolution.default
     assert one.args[0].shape[0] == images
     assert one.times == 6 // images
     grad = torch.randn(6, 4, 8, 8)
     mask = [True, True, False]
-    backward = call(CONVOLUTION_BACKWARD, grad, x, w, None, *how, mask, images, "")
+    backward = call(CONVOLUTION_BACKWARD, grad, x, w, *HOW, mask, images, "")
     (one,) = ROOFLINE.inside(backward).library
     assert [a.shape[0] for a in one.args[:2]] == [images, images]
     time_of = timer(tmp_path, rates_of(1.0, 1e12, {}))
@@ -368,11 +361,8 @@ def test_convolutions_of_some_images_are_measured_so(tmp_path: Path, images: int
 
 
 def test_another_algorithm_is_left_to_the_roofline(tmp_path: Path, runs: list[str]) -> None:
-    x, w = torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3)
-    how = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
-    node = call(CONVOLUTION, x, w, None, *how, 1, "native")
-    found = timer(tmp_path)((node,), 100)
-    assert found == ROOFLINE((node,), 100)
+    node = call(CONVOLUTION, torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3), *HOW, 1, "native")
+    assert timer(tmp_path)((node,), 100) == ROOFLINE((node,), 100)
     assert runs == []
 
 
@@ -468,10 +458,7 @@ def test_what_is_asked_for_is_measured_once(
     sizes = [bandwidth_name(size) for size in TRAFFIC[:2]]
     assert kept.keys() == {"call_us", "moving_us", "exp", *sizes}
 
-    def never(call: object, device: torch.device, reference: object) -> Timing:
-        raise AssertionError(device)
-
-    monkeypatch.setattr(loop_rates, "quickest", never)
+    monkeypatch.setattr(loop_rates, "quickest", mock.Mock(side_effect=AssertionError))
     again = measured_rates(HOST, tmp_path, outside_fake_mode)
     assert again.loop_us([("exp", 10**9)], 0) == exp
     assert again.move_us(TRAFFIC[1]) == moved
@@ -505,14 +492,9 @@ def test_the_rates_of_a_busy_machine_are_not_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are better than none: a vendor's figures would be of another kind than measured ones."""
-    asked = list[object]()
-
-    def disturbed(call: object, device: torch.device, reference: object) -> Timing:
-        asked.append(call)
-        return Timing(50.0, True)
-
+    disturbed = mock.Mock(return_value=Timing(50.0, True))
     monkeypatch.setattr(loop_rates, "quickest", disturbed)
     rates = measured_rates(HOST, tmp_path, outside_fake_mode)
     assert rates.call_us == rates.call_us == 50.0
-    assert len(asked) == 1
+    assert disturbed.call_count == 1
     assert not number_path(tmp_path, HOST, loop_rates.KIND).exists()

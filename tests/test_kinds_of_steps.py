@@ -18,7 +18,7 @@ from fxremat.cost.workspaces import Workspaces
 from fxremat.memory.measured_peak import measure_call
 from fxremat.passes.recompute import apply_plan
 from tests.end_to_end import compiled_by_fxremat, measured
-from tests.graphs import Capture, assert_plan_changes_nothing, batch, capture, linear
+from tests.graphs import Capture, Net, assert_plan_changes_nothing, batch, capture, linear
 from tests.small import Stack, seeded, train
 
 pytestmark = pytest.mark.usefixtures("fresh")
@@ -192,16 +192,6 @@ def test_a_jagged_batch_trains_under_a_budget() -> None:
 # --- sparse gradients ---------------------------------------------------------------------
 
 
-class Words(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.head = nn.Embedding(64, 8, sparse=True), nn.Linear(8, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        loss: Tensor = self.head(self.words(x)).square().mean()
-        return loss
-
-
 def trained(model: nn.Module, backend: str, **options: str) -> list[Tensor]:
     """The gradients of the second of two steps."""
     torch._dynamo.reset()
@@ -214,7 +204,8 @@ def trained(model: nn.Module, backend: str, **options: str) -> list[Tensor]:
 
 
 def test_a_budget_is_told_to_be_without_effect(caplog: pytest.LogCaptureFixture) -> None:
-    model = Words()
+    words, head = nn.Embedding(64, 8, sparse=True), nn.Linear(8, 1)
+    model = Net(lambda net, x: net.head(net.words(x)).square().mean(), words=words, head=head)
     expected = trained(model, "aot_eager")
     with caplog.at_level(logging.WARNING, "fxremat"):
         found = trained(model, "fxremat", memory_budget="1MiB")
@@ -239,18 +230,16 @@ def test_parts_of_a_sparse_tensor_have_its_bytes(layout: torch.layout) -> None:
 # --- saved ends ---------------------------------------------------------------------------
 
 
-class Norm(nn.Module):
+def norm(*, seen: bool = False, wide: bool = False) -> Net:
     """Divides by root mean squares, or ``wide``, by roots; ``seen``: the mean is a result, too."""
 
-    def __init__(self, *, seen: bool = False, wide: bool = False) -> None:
-        super().__init__()
-        self.first, self.last, self.seen, self.wide = linear(32), linear(32), seen, wide
+    def step(net: Any, x: torch.Tensor) -> Any:
+        x = net.first(x)
+        mean = x.square() if wide else x.square().mean(-1, keepdim=True)
+        loss = net.last(x * torch.rsqrt(mean + 1e-5)).sum()
+        return loss + mean.sum() if seen else loss
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        mean = x.square() if self.wide else x.square().mean(-1, keepdim=True)
-        loss = self.last(x * torch.rsqrt(mean + 1e-5)).sum()
-        return loss + mean.sum() if self.seen else loss  # type: ignore[no-any-return]
+    return Net(step, first=linear(32), last=linear(32))
 
 
 def saved(seen: Capture) -> set[str]:
@@ -260,7 +249,7 @@ def saved(seen: Capture) -> set[str]:
 
 
 def test_the_root_is_saved_and_not_the_mean() -> None:
-    seen = capture(Norm(), [batch(8, 32)], fused=True)
+    seen = capture(norm(), [batch(8, 32)], fused=True)
     assert "rsqrt" in saved(seen)
     assert "mean" not in saved(seen)
     assert not any("rsqrt_inline" in node.name for node in seen.backward.graph.nodes)
@@ -268,10 +257,10 @@ def test_the_root_is_saved_and_not_the_mean() -> None:
 
 def test_what_else_reads_the_beginning_keeps_it() -> None:
     """An elementwise op of as many elements is no statistic: its end would be another tensor."""
-    seen = capture(Norm(wide=True), [batch(8, 32)], fused=True)
+    seen = capture(norm(wide=True), [batch(8, 32)], fused=True)
     assert "rsqrt" not in saved(seen)
 
 
-@pytest.mark.parametrize("net", [Norm(), Norm(seen=True), nn.LayerNorm(32), nn.Softmax(-1)])
+@pytest.mark.parametrize("net", [norm(), norm(seen=True), nn.LayerNorm(32), nn.Softmax(-1)])
 def test_gradients_are_those_of_eager(net: nn.Module) -> None:
     assert_plan_changes_nothing(nn.Sequential(linear(32), net), [batch(8, 32)], fused=True)

@@ -20,6 +20,7 @@ from fxremat.sizes import MIB
 from fxremat.step import scope
 from fxremat.verify import predicates
 from tests import kernels
+from tests.graphs import Net
 from tests.nets import triple
 from tests.ranks import least_named
 
@@ -178,24 +179,22 @@ OPTIONS: dict[str, Any] = {"executor": "aot_eager", "solver": "greedy", "variant
 NAME = "fxremat_tests::triple"
 
 
-class Blocks(nn.Module):
+def blocks() -> Net:
     """Each block saves what a kernel of its own gives, unless that may run again."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
+    def step(net: Any, x: Tensor) -> Tensor:
+        for layer in net.layers:
             x = torch.sin(triple(layer(x)))
         return x.square().mean()
+
+    return Net(step, layers=nn.ModuleList(nn.Linear(64, 64) for _ in range(4)))
 
 
 def least(**options: Any) -> int:
     torch.manual_seed(0)
     with pytest.raises(fxremat.InfeasibleBudget) as refused:
         fxremat.explain(
-            Blocks(), torch.randn(2048, 64), memory_budget="1MiB", options={**OPTIONS, **options}
+            blocks(), torch.randn(2048, 64), memory_budget="1MiB", options={**OPTIONS, **options}
         )
     return least_named(refused.value)
 
@@ -209,7 +208,7 @@ def test_the_least_is_lower_where_they_may_run_again(monkeypatch: pytest.MonkeyP
 
 def test_gradients_are_the_same() -> None:
     torch.manual_seed(0)
-    model, x = Blocks(), torch.randn(2048, 64)
+    model, x = blocks(), torch.randn(2048, 64)
     loss: Any = model(x)
     loss.backward()
     expected = [p.grad for p in model.parameters()]

@@ -46,31 +46,21 @@ def _uncached(fresh: None) -> Iterator[None]:
         yield
 
 
-class Block(nn.Module):
-    """A gated MLP, as in a Llama."""
+def blocks() -> nn.Module:
+    """Gated MLPs, as in a Llama, and a loss."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.RMSNorm(WIDTH)
-        self.gate, self.up = (nn.Linear(WIDTH, HIDDEN, bias=False) for _ in range(2))
-        self.down = nn.Linear(HIDDEN, WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norm(x)
-        added: Tensor = self.down(F.silu(self.gate(y)) * self.up(y))
+    def block(net: Any, x: Tensor) -> Tensor:
+        y = net.norm(x)
+        added: Tensor = net.down(F.silu(net.gate(y)) * net.up(y))
         return x + added
 
+    def made() -> Net:
+        gate, up = (nn.Linear(WIDTH, HIDDEN, bias=False) for _ in range(2))
+        down = nn.Linear(HIDDEN, WIDTH, bias=False)
+        return Net(block, norm=nn.RMSNorm(WIDTH), gate=gate, up=up, down=down)
 
-class Blocks(nn.Module):
-    """Blocks and a loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(*(Block() for _ in range(LAYERS)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        loss: Tensor = self.blocks(x).square().mean()
-        return loss
+    parts = nn.Sequential(*(made() for _ in range(LAYERS)))
+    return Net(lambda net, x: net.blocks(x).square().mean(), blocks=parts)
 
 
 class Scaled(nn.Module):
@@ -104,7 +94,7 @@ def compiled(model: nn.Module, knob: float | None, memory_budget: int | None) ->
 def peak_bytes(knob: float | None = None, memory_budget: int | None = None) -> int:
     """The measured peak of a step."""
     torch.manual_seed(0)
-    model, x = compiled(Blocks(), knob, memory_budget), torch.randn(TOKENS, WIDTH)
+    model, x = compiled(blocks(), knob, memory_budget), torch.randn(TOKENS, WIDTH)
 
     def step() -> None:
         model(x).backward()

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 import fxremat
 from fxremat.runtime.unsent_gradients import unsent_results
 from fxremat.sizes import MIB
+from tests.graphs import Net
 from tests.ranks import least_named
 from tests.small import Block
 
@@ -184,13 +185,8 @@ def results_of(model: nn.Module, given: Tensor) -> tuple[int, ...]:
     return found[0]
 
 
-class Returns(nn.Module):
-    def __init__(self, what: Callable[[Tensor], Any]) -> None:
-        super().__init__()
-        self.layer, self.what = nn.Linear(4, 4), what
-
-    def forward(self, x: Tensor) -> Any:
-        return self.what(self.layer(x))
+def returns(what: Callable[[Tensor], Any]) -> Net:
+    return Net(lambda net, x: what(net.layer(x)), layer=nn.Linear(4, 4))
 
 
 @pytest.mark.parametrize(
@@ -206,12 +202,12 @@ class Returns(nn.Module):
     ],
 )
 def test_which_results_get_none(what: Callable[[Tensor], Any], unsent: tuple[int, ...]) -> None:
-    assert results_of(Returns(what), torch.randn(2, 4)) == unsent
+    assert results_of(returns(what), torch.randn(2, 4)) == unsent
 
 
 def test_a_part_of_a_model_sends_all() -> None:
     x = torch.randn(2, 4, requires_grad=True) * 2
-    assert results_of(Returns(lambda y: (y.sum(), y)), x) == ()
+    assert results_of(returns(lambda y: (y.sum(), y)), x) == ()
 
 
 # --- loss only ----------------------------------------------------------------------------
