@@ -272,10 +272,7 @@ def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.gpu
 def test_code_is_that_of_the_card_that_is_here() -> None:
-    """Kernels of the absent card, against those that Inductor writes on the card.
-
-    Nothing is decided by running kernels: a table does not know how they end.
-    """
+    """Kernels of the absent card, against those that Inductor writes on the card."""
     from torch._inductor.utils import run_and_get_code
 
     name = next(c.name for c in CARDS if spec_of_card(torch.cuda.get_device_name()) == c.spec)

@@ -183,8 +183,7 @@ def test_a_time_limit_leaves_a_placement() -> None:
 @pytest.mark.parametrize("make", [transformer, pyramid, uneven])
 @pytest.mark.parametrize("seed", [1, 2])
 def test_training_steps_come_within_a_hundredth(
-    make: Callable[[int, int], list[Buffer]],
-    seed: int,
+    make: Callable[[int, int], list[Buffer]], seed: int
 ) -> None:
     some = make(12, seed)
     placement = place(some)

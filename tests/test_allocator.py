@@ -319,10 +319,7 @@ def test_defaults_are_those_of_torch(text: str) -> None:
         ("expandable_segments:True,expandable_segments:False", {}),
         ("per_process_memory_fraction:0.5", {}),
         ("roundup_power2_divisions:8", {"divisions": (8,) * 16}),
-        (
-            " max_split_size_mb : 64 , pinned_use_background_threads : True",
-            {"max_split": 64 * MIB},
-        ),
+        (" max_split_size_mb : 64 , pinned_use_background_threads : True", {"max_split": 64 * MIB}),
         ("throw_on_cudamalloc_oom:False,graph_capture_record_stream_reuse:True", {}),
     ],
 )

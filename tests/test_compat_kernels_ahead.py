@@ -58,10 +58,7 @@ class Kind:
 
 
 def test_look_for_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All kinds of this processor at the same time, with the configuration of now, and once.
-
-    Inductor waits for them where it asks.
-    """
+    """All kinds of this processor at the same time, with the configuration of now, and once."""
     found: dict[str, Any] = {}
     together = threading.Barrier(2)
     kinds = [Kind(name, together, found) for name in ("one two", "broken", "none of ours")]

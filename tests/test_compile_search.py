@@ -78,10 +78,7 @@ def uncached() -> Iterator[ExitStack]:
 def test_a_least_that_is_known_is_obeyed_by_a_search_that_misses_it(
     known: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uncached: ExitStack
 ) -> None:
-    """As one does that knows other times of ops; known by an error, or as the peak of a plan.
-
-    Where caches are disabled, too, if only in this process.
-    """
+    """As one does that knows other times of ops; known by an error, or as the peak of a plan."""
     model, x = seeded(Classifier, 64, 16)
     options = {"executor": "aot_eager", "variants": "none"}
     uncached.enter_context(inductor_config.patch(force_disable_caches=known == "not on disk"))

@@ -225,10 +225,7 @@ def _dynamic(rows: int, bound: int) -> torch.Tensor:
 def test_of_a_plan_it_is_what_a_step_of_each_size_takes(
     executor: str, bound: int, budget: str
 ) -> None:
-    """One plan for all sizes; the peak of real steps at sizes that were not looked at.
-
-    With scores Inductor does not take the whole range: it chooses loops by it.
-    """
+    """One plan for all sizes; the peak of real steps at sizes that were not looked at."""
     torch._dynamo.reset()
     model = _Net(scores=executor == "aot_eager")
     options: dict[str, Any] = {"executor": executor, "memory_budget": budget}

@@ -140,10 +140,7 @@ def test_lifetimes_add_up_to_what_is_live() -> None:
 
 
 def test_what_the_caller_holds_is_there_to_the_end() -> None:
-    """Inputs, the result, and the incoming gradient, which the last product does not need.
-
-    Beside them the last product has its operand, its result and the other gradient.
-    """
+    """Inputs, the result, and the incoming gradient, which the last product does not need."""
 
     def step(forward: Any, backward: Any) -> DryRun:
         asked: dict[str, Any] = {"num_fwd_outputs": 1, "device": "cpu", "workspace": lambda *_: ()}

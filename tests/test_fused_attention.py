@@ -39,7 +39,7 @@ from tests.row_sites import assert_close, run_on
 pytestmark = pytest.mark.usefixtures("fresh")
 
 
-# --- running them -------------------------------------------------------------------------
+# --- running them --------------------------------------------------------------------------------
 
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 4e-2, torch.float16: 6e-3}
 
@@ -100,7 +100,7 @@ def test_lossy_where_a_mask_could_leave_a_row_without_keys() -> None:
     assert [rule.lossy for rule in RULES] == [False, True]
 
 
-# --- what is left alone -------------------------------------------------------------------
+# --- what is left alone --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ALONE)
@@ -123,7 +123,7 @@ def test_a_large_negative_constant_that_drowns_the_scores_is_left_alone() -> Non
     assert [site.rule for site in insertion.find_sites(joint, RULES)] == ["masked_attention"]
 
 
-# --- graphs -------------------------------------------------------------------------------
+# --- graphs --------------------------------------------------------------------------------------
 
 
 def test_graph_of_fused_attention(golden: Golden) -> None:
@@ -170,7 +170,7 @@ def test_kernels_of_a_gpu(function: Function, inputs: Sequence[Any], names: list
                 )  # fmt: skip
 
 
-# --- the whole way ------------------------------------------------------------------------
+# --- the whole way -------------------------------------------------------------------------------
 
 
 class Block(nn.Module):

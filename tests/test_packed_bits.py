@@ -166,9 +166,7 @@ COMPILED: dict[str, Callable[..., Any]] = {
 
 
 @pytest.mark.parametrize(
-    "rule",
-    [MASKS, pytest.param(SIGNS, marks=pytest.mark.slow)],
-    ids=lambda rule: rule.name,
+    "rule", [MASKS, pytest.param(SIGNS, marks=pytest.mark.slow)], ids=lambda rule: rule.name
 )
 def test_through_inductor(rule: Rule) -> None:
     function = COMPILED[rule.name]

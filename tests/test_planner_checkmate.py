@@ -29,10 +29,7 @@ from fxremat.planner.published import moccasin
 from fxremat.planner.published.checkmate import checkmate
 from fxremat.planner.published.checkmate.checkmate import TooManyRuns, solve, solve_pruned
 from fxremat.planner.published.checkmate.programme import build_programme, start_values
-from fxremat.planner.published.known_schedule import (
-    all_runs,
-    without_unread,
-)
+from fxremat.planner.published.known_schedule import all_runs, without_unread
 from fxremat.planner.published.moccasin import Failed, NotInstalled
 from fxremat.planner.published.moccasin import solve as moccasin_solve
 from fxremat.planner.published.poet import Energy
@@ -152,10 +149,7 @@ def test_infeasibility_is_proven_by_the_programme(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_order_of_repeats_may_matter() -> None:
-    """x and y go before m, and both chains to them run again after it, one after the other.
-
-    In base order the repeats a1, b1, a2, b2 hold 20 bytes. The proof covers every order.
-    """
+    """x and y go before m, and both chains to them run again after it, one after the other."""
     sizes = {"a": 10, "b": 10, "x": 1, "y": 1, "m": 12}
     ops = (
         Op("a1", (), ("a",), 1.0),

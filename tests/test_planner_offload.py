@@ -210,10 +210,7 @@ def test_the_bound_counts_both_engines() -> None:
 
 
 def test_weights_visit_the_device() -> None:
-    """Of 8 weights and 8 gradients few are there at a time, and nothing has to wait for them.
-
-    The first weight has nothing to hide behind, and neither has the last gradient.
-    """
+    """Of 8 weights and 8 gradients few are there at a time, and nothing has to wait for them."""
     problem = chain_with_host_weights(8)
     full = check(problem, store_all(problem)).peak_bytes
     plan = solved(problem, full // 2)

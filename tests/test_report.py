@@ -50,11 +50,7 @@ EAGER = {"executor": "aot_eager", "solver": "greedy"}  # `front` is that of gree
 MIB = 2**20
 FRONT = Front(
     "small",
-    (
-        Point(10 * MIB, 100.0, 0.0),
-        Point(8 * MIB, 110.0, 0.1),
-        Point(5 * MIB, 150.0, 0.5),
-    ),
+    (Point(10 * MIB, 100.0, 0.0), Point(8 * MIB, 110.0, 0.1), Point(5 * MIB, 150.0, 0.5)),
     base_time_us=100.0,
     store_all_peak_bytes=10 * MIB,
     budget_bytes=9 * MIB,

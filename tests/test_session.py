@@ -28,14 +28,7 @@ from fxremat.cost.loop_rates import TRAFFIC
 from fxremat.disk_cache import Answers, write_whole
 from fxremat.memory import optimizers
 from fxremat.options import Options, parse_options
-from fxremat.report.report import (
-    MemoryFigures,
-    Provenance,
-    Report,
-    Row,
-    StepMemory,
-    ValueTables,
-)
+from fxremat.report.report import MemoryFigures, Provenance, Report, Row, StepMemory, ValueTables
 from fxremat.runtime.host_memory import is_on
 from fxremat.sizes import GIB, MIB
 from tests.conftest import Golden
