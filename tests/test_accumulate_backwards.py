@@ -258,26 +258,19 @@ def test_backwards_of_several_threads(early: Early) -> None:
         torch.testing.assert_close(parameter.grad, None if gradient is None else 3 * gradient)
 
 
-def test_averaging_over_processes(tmp_path: Any, early: Early) -> None:
-    distributed = torch.distributed
-    if not distributed.is_available():
-        pytest.skip("torch without torch.distributed")
-    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/a", rank=0, world_size=1)
-    try:
+@pytest.mark.usefixtures("only_rank")
+def test_averaging_over_processes(early: Early) -> None:
+    def loss_of(model: Any) -> Any:
+        wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+        call = compiled(wrapped)
 
-        def loss_of(model: Any) -> Any:
-            wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-            call = compiled(wrapped)
+        def loss(x: Tensor) -> Any:
+            with wrapped.no_sync() if len(early) < 3 else nullcontext():
+                return call(x)
 
-            def loss(x: Tensor) -> Any:
-                with wrapped.no_sync() if len(early) < 3 else nullcontext():
-                    return call(x)
+        return loss
 
-            return loss
-
-        check_same(LAYERS, loss_of, in_place=False)
-    finally:
-        distributed.destroy_process_group()
+    check_same(LAYERS, loss_of, in_place=False)
 
 
 # --- errors -------------------------------------------------------------------------------

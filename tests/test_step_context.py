@@ -108,8 +108,6 @@ def test_what_lies_around_is_not_kept_alive() -> None:
     found = seen_in(model, list(model.blocks))
     torch._dynamo.reset()
     del model
-    import gc
-
     gc.collect()
     assert all(tensor() is None for tensor in found.others)
 

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fxremat
@@ -21,7 +20,7 @@ from fxremat.step import scope
 from fxremat.step.in_flight import watch_in_flight
 from fxremat.step.promise import Promise, PromisedVersion, RunVersions
 from tests.end_to_end import warned
-from tests.small import Language
+from tests.small import Chain
 
 HOST = torch.device("cpu")
 KIB = 1024
@@ -35,16 +34,6 @@ told = partial(warned, fxremat.PromiseBroken)
 
 
 # --- models whose blocks are compiled one by one ------------------------------------------
-
-
-class Chain(Language):
-    """It gives the cross entropy of each next token."""
-
-    def __init__(self, depth: int = 8, width: int = 64) -> None:
-        super().__init__(32, depth, width)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return F.cross_entropy(super().forward(tokens).flatten(0, 1), tokens.flatten())
 
 
 QUICK: dict[str, Any] = {"executor": "aot_eager", "solver": "greedy", "variants": "none"}
