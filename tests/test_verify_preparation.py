@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -22,9 +22,9 @@ from fxremat.runtime import accumulated
 from fxremat.verify.preparation import BeforePass, Rights
 from tests import nets
 from tests.examples import examples
-from tests.graphs import batch, calls, copied, replaced, results_of
+from tests.graphs import Net, batch, calls, copied, replaced, results_of
 from tests.host_weights import batches, language, loss_of, moved
-from tests.prepared import Spoil, Twice, as_given, prepare_wrongly, prepared
+from tests.prepared import Spoil, as_given, prepare_wrongly, prepared, twice
 from tests.test_verify_data_flow import (
     copy_a_random_call,
     lose_an_update,
@@ -44,9 +44,9 @@ def draft_of(name: str, fused: bool) -> Draft:
 @cache
 def _traced(name: str, fused: bool) -> Draft:
     if name == "twice":
-        return as_given(Twice(), [batch(8, 8)], fused=fused)
+        return as_given(twice(), [batch(8, 8)], fused=fused)
     if name == "noise":
-        return as_given(Noise(), [batch(8, 8)], fused=fused)
+        return as_given(noise(), [batch(8, 8)], fused=fused)
     if name == "host":
         words, targets = next(batches(1))
         return as_given(loss_of(moved(language(tied=True))), [words, targets], fused=fused)
@@ -70,22 +70,18 @@ def test_an_overwritten_input_that_the_backward_reads_is_cloned_once() -> None:
     assert len(calls(draft.module.graph, ATEN.clone)) == 1
 
 
-class Noise(nn.Module):
+def noise() -> Net:
     """Two random calls that look alike; torch's list of random calls does not have them."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
+    def step(net: Any, x: torch.Tensor) -> Any:
+        y = net.linear(x)
+        return ((y * torch.randn_like(y)).sin() - (y * torch.randn_like(y)).cos()).sum()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """A number."""
-        y = self.linear(x)
-        one, other = (y * torch.randn_like(y)).sin(), (y * torch.randn_like(y)).cos()
-        return cast(torch.Tensor, (one - other).sum())
+    return Net(step, linear=nn.Linear(8, 8))
 
 
 def test_random_calls_that_look_alike_are_not_merged() -> None:
-    draft = as_given(Noise(), [batch(4, 8)])
+    draft = as_given(noise(), [batch(4, 8)])
     prepared(draft, fused=False)
     found = calls(draft.module.graph, ATEN.randn_like)
     assert len(found) == 2
