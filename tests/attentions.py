@@ -173,7 +173,7 @@ CASES: dict[str, tuple[Function, Inputs]] = {
 }  # fmt: skip
 
 
-# --- what is no attention, or not only ------------------------------------------------------------
+# --- what is no attention, or not only ----------------------------------------------------
 
 
 class Halved(torch.autograd.Function):

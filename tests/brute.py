@@ -11,8 +11,14 @@ import heapq
 from dataclasses import replace
 from itertools import combinations
 
+import pytest
+
+from fxremat import planner
+from fxremat.core.check import check
+from fxremat.core.plan import Plan
 from fxremat.core.problem import Op, Problem
 from fxremat.core.timeline import replay
+from fxremat.planner.indexed_problem import build_model, peak_bound
 
 
 def least_time(problem: Problem, budget: int) -> tuple[float, tuple[str, ...]] | None:
@@ -90,3 +96,25 @@ def plain(problem: Problem) -> Problem:
                 pairs.append(pair)
         ops.append(replace(op, inplace=tuple(pairs)))
     return replace(problem, ops=tuple(ops))
+
+
+def budget_between(problem: Problem, percent: int) -> int:
+    """A budget from the bound on the least peak (0) to the peak of store-all (100)."""
+    low = peak_bound(build_model(problem))
+    high = replay(problem, problem.base_steps()).peak_bytes
+    return low + (high - low) * percent // 100
+
+
+def fits(plan: Plan) -> bool:
+    """Whether the plan keeps to its budget."""
+    return plan.budget_bytes is None or plan.peak_bytes <= plan.budget_bytes
+
+
+def solved(problem: Problem, budget: int, solver: str = "greedy") -> Plan:
+    """What the solver finds, verified."""
+    plan = planner.solve(problem, budget, solver)
+    verdict = check(problem, plan.steps, budget if plan.peak_bytes <= budget else None)
+    assert verdict.ok, str(verdict)
+    assert verdict.peak_bytes == plan.peak_bytes
+    assert verdict.time_us == pytest.approx(plan.time_us)
+    return plan

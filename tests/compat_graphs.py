@@ -11,7 +11,7 @@ from torch import fx, nn
 from fxremat.compat.compilers import compile_with_inductor, trace_as_inductor
 from fxremat.compat.configuration import PARTITIONER, CustomPartitionerFn
 from fxremat.compat.joint_graph import torch_partition
-from tests.graphs import Capture, batch, capture, mlp
+from tests.graphs import Capture, Net, batch, capture, mlp
 
 ATEN = torch.ops.aten
 X = torch.zeros(4, 4)
@@ -24,12 +24,13 @@ def dynamic(**bounds: int) -> Capture:
     return capture(mlp(), [x])
 
 
-def half(model: nn.Module, step: Callable[[Any, Any], None], *inputs_: torch.Tensor) -> None:
-    """Run a small model; ``step`` gets its forward and its backward as Inductor would."""
+def half(model: nn.Module, step: Callable[[Any, Any], Any], *inputs_: torch.Tensor) -> Any:
+    """What ``step`` gives of the halves of a small model, as Inductor gets them."""
+    given = []
 
     def partition(module: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
         halves = torch_partition(module, inputs, **kwargs)
-        step(*halves)
+        given.append(step(*halves))
         return halves
 
     def backend(gm: fx.GraphModule, inputs: Any) -> Any:
@@ -37,6 +38,8 @@ def half(model: nn.Module, step: Callable[[Any, Any], None], *inputs_: torch.Ten
 
     torch._dynamo.reset()
     torch.compile(model, backend=backend)(*(inputs_ or [batch(32, 64)])).sum().backward()
+    (found,) = given
+    return found
 
 
 class Cut(CustomPartitionerFn):
@@ -64,14 +67,11 @@ def inductor_by(partition: Callable[..., Any], **patches: Any) -> Callable[..., 
     return backend
 
 
-class Shared(nn.Module):
+def shared() -> Net:
     """A cheap result that two library calls, through loops of their own, read."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.ones(64, 64))
+    def forward(net: Any, x: torch.Tensor) -> torch.Tensor:
+        cheap = x.abs()
+        return (((cheap + 1) @ net.w) @ net.w) * cheap  # type: ignore[no-any-return]
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        shared = x.abs()
-        first = (shared + 1) @ self.w
-        return (first @ self.w) * shared
+    return Net(forward, w=nn.Parameter(torch.ones(64, 64)))

@@ -184,6 +184,18 @@ def fresh_budgets() -> Iterator[None]:
 
 
 @pytest.fixture
+def only_rank(tmp_path: Path) -> Iterator[None]:
+    """This process is the only rank of a job."""
+    if not torch.distributed.is_available():
+        pytest.skip("torch without torch.distributed")
+    store = f"file://{tmp_path}/store"
+    torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    torch._dynamo.reset()
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
 def vectors() -> Iterator[None]:
     """Kernels as users have them, with the vectors of this machine."""
     cpu_vec_isa.valid_vec_isa_list.cache_clear()

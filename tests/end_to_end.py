@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -47,3 +49,16 @@ def measured(model: nn.Module, call: Callable[..., Any], inputs: tuple[Tensor, .
     step(model, call, inputs)
     model.zero_grad(set_to_none=True)
     return measure_peak(lambda: step(model, call, inputs), held=(model, inputs)).peak_bytes
+
+
+Kind = TypeVar("Kind", bound=Warning)
+
+
+@contextmanager
+def warned(kind: type[Kind]) -> Iterator[list[Kind]]:
+    """The warnings of a kind that come inside, newest last; they are there at the end."""
+    found: list[Kind] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield found
+    found += [each.message for each in caught if isinstance(each.message, kind)]

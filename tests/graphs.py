@@ -351,6 +351,23 @@ def linear(width: int = 8) -> nn.Linear:
     return nn.Linear(width, width)
 
 
+def replaced(node: fx.Node, by: Any) -> None:
+    """Whoever reads the node reads another one instead, and it is gone."""
+    node.replace_all_uses_with(by)
+    node.graph.erase_node(node)
+
+
+def copied(node: fx.Node) -> fx.Node:
+    """The same call once more, behind it."""
+    with node.graph.inserting_after(node):
+        return node.graph.node_copy(node)
+
+
+def results_of(graph: fx.Graph) -> list[Any]:
+    """What the graph returns, to be changed and set again."""
+    return list(graph.output_node().args[0])  # type: ignore[arg-type]
+
+
 class Net(nn.Module):
     """A module whose forward is a function of it and the inputs."""
 

@@ -61,9 +61,7 @@ def _loss_backward(grad: Tensor, logits: Tensor, target: Tensor, total: Tensor) 
 
 
 attention = op(
-    "attention",
-    _attention,
-    lambda q, k, v: (q.new_empty(q.shape), q.new_empty(q.shape[:-1])),
+    "attention", _attention, lambda q, k, v: (q.new_empty(q.shape), q.new_empty(q.shape[:-1]))
 )
 attention_backward = op(
     "attention_backward",
@@ -101,9 +99,7 @@ THEIRS = Calls(
     lambda q, k, v: attention(q, k, v)[0], lambda x, w: norm(x, w)[0], lambda x, t: loss(x, t)[0]
 )
 TORCHS = Calls(
-    F.scaled_dot_product_attention,
-    lambda x, w: F.rms_norm(x, w.shape, w, 1e-5),
-    F.cross_entropy,
+    F.scaled_dot_product_attention, lambda x, w: F.rms_norm(x, w.shape, w, 1e-5), F.cross_entropy
 )
 
 

@@ -25,6 +25,7 @@ from fxremat.memory.layout import arrange
 from fxremat.runtime.placed import Place, Places, forward_at_places, places_of_forward
 from fxremat.step.in_flight import _WatchedRuns
 
+OPTIONS: dict[str, Any] = {"memory_budget": "1GiB", "solver": "greedy", "variants": "none"}
 ALIGNMENT = 64
 HOST = torch.device("cpu")
 _ANY = Place(None, (), torch.uint8, lambda *_: torch.empty(0), None, (), 0)
@@ -241,3 +242,31 @@ def run_at(half: Any, code: Callable[..., Any], *args: Any) -> Any:
     """A function that stands for a forward's code, run at the places of a half."""
     with places_of_forward(half):
         return forward_at_places(code)(*args)
+
+
+class Small:
+    """A model, its compiled form and an input."""
+
+    def __init__(self, make: Callable[[], torch.nn.Module], *size: int, **kwargs: Any) -> None:
+        torch.manual_seed(0)
+        self.model, self.x = make(), torch.randn(*size)
+        self.call = torch.compile(self.model, backend="fxremat", options=OPTIONS, **kwargs)
+        self.weights: list[Any] = list(self.model.parameters())
+
+    def step(self, scale: float = 1.0) -> torch.Tensor:
+        """Gradients that are dropped, a forward, and a backward."""
+        self.model.zero_grad(set_to_none=True)
+        found = self.call(self.x * scale)
+        loss = found[0] if isinstance(found, tuple) else found
+        loss.backward()
+        made: torch.Tensor = loss.detach()
+        return made
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Those of the parameters as they are."""
+        return [p.grad for p in self.weights if p.grad is not None]
+
+    def lies_in(self, arena: Any) -> int:
+        """How many of the gradients do."""
+        begin, end = arena.block.data_ptr(), arena.block.data_ptr() + arena.block.nbytes
+        return sum(begin <= one.data_ptr() < end for one in self.gradients())

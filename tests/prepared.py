@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -17,6 +17,7 @@ from fxremat.compile.request import GraphInputs, Policy, Request
 from fxremat.compile.stage_times import StageTimes
 from fxremat.passes.base import Changed, Pass
 from fxremat.passes.joint_graph import JointGraph
+from tests.graphs import Net
 
 Spoil = Callable[[fx.Graph], None]
 
@@ -120,15 +121,11 @@ def prepare_wrongly(
     prepare(draft, fused=fused, accumulate=accumulate, around=around)
 
 
-class Twice(nn.Module):
+def twice() -> Net:
     """One layer that is used twice, with as many rows as columns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8, bias=False)
-        self.other = nn.Linear(8, 8, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """A number."""
-        x = self.other(self.linear(x).sin())
-        return cast(torch.Tensor, self.linear(x).cos().sum())
+    linear, other = (nn.Linear(8, 8, bias=False) for _ in range(2))
+    return Net(
+        lambda net, x: net.linear(net.other(net.linear(x).sin())).cos().sum(),
+        linear=linear,
+        other=other,
+    )

@@ -1,7 +1,8 @@
-"""A hypothesis strategy of random nets over square matrices."""
+"""Random nets, the peak of a step under a plan, and the verifier of writes."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +10,12 @@ import torch
 from hypothesis import strategies as st
 from torch import nn
 
-from tests.graphs import Net, batch
+from fxremat.core.timeline import replay
+from fxremat.cost.workspaces import Workspaces
+from fxremat.memory.measured_peak import measure_peak
+from fxremat.passes.halves import Rewritten
+from fxremat.verify.aliasing import check_in_place
+from tests.graphs import Capture, Choose, Net, batch, compiled
 
 UNARY = (torch.sin, torch.tanh, torch.exp, lambda t: t.t(), lambda t: t + 1, lambda t: t.relu())
 SIDE = 6
@@ -44,3 +50,36 @@ def random_nets(draw: st.DrawFn) -> Net:
     kinds = draw(st.lists(st.integers(0, len(UNARY) + 5), min_size=2, max_size=10))
     weight = nn.Parameter(batch(SIDE, SIDE) / SIDE)
     return Net(lambda net, x: _layers(kinds, net, x), weight=weight)
+
+
+def peaks(
+    model: nn.Module, inputs: Sequence[torch.Tensor], choose: Choose, workspaces: bool = False
+) -> tuple[int, int]:
+    """Measured and replayed bytes of a step that keeps its result and its tangent."""
+    model = copy.deepcopy(model)
+    given = [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]
+    seen = Capture(choose)
+    if workspaces:
+        seen.workspace = Workspaces(torch.device("cpu")).of_node
+    run = compiled(model, seen)
+
+    def step() -> None:
+        result = run(*given)
+        result.backward(torch.ones_like(result))
+
+    step()
+    for leaf in (*model.parameters(), *given):
+        leaf.grad = None
+    resident = sum(seen.problem.bytes_of[name] for name in seen.problem.resident)
+    peak = measure_peak(step, held=[model, *given]).above_start_bytes
+    return peak, replay(seen.problem, seen.steps).peak_bytes - resident
+
+
+def judge(before: Rewritten, now: Rewritten, forward: int = 99) -> None:
+    """Fail unless ``now`` computes what ``before`` does."""
+    check_in_place(
+        before.module.graph,
+        now.module.graph,
+        saved=[n.name for n in now.saved],
+        num_forward_outputs=forward,
+    )

@@ -9,7 +9,6 @@ import json
 import multiprocessing
 import os
 import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,10 +17,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, distributed, nn
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    set_model_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 import fxremat
 from fxremat.sizes import MIB
@@ -69,21 +65,30 @@ class Blocks(nn.Module):
         return loss
 
 
-class Trained(ABC):
+class Trained:
     """One rank's model, compiled as ``how`` says, with what a step of it needs."""
 
     model: nn.Module
+    call: Any
+    """The model, compiled: it gives the loss of ``x``."""
+    x: Tensor
     most_steps: int = 1
     """Measured at most. Where a graph waits for collectives, a thread of gloo may hold a result for
     as long as the machine lets it wait: then the peak is that of the step that had no such one."""
 
-    @abstractmethod
+    def compile(self, model: Any, way: str, **how: Any) -> None:
+        """The model as a whole, or each of its blocks."""
+        for block in () if way == "the whole" else self.model.blocks:  # type: ignore[union-attr]
+            block.compile(**how)
+        self.call = torch.compile(model, **how) if way == "the whole" else model
+
     def run(self) -> None:
         """Forward and backward."""
+        self.call(self.x).backward()
 
-    @abstractmethod
     def held(self) -> Any:
         """What lives on the device before a step."""
+        return self.model, self.x
 
     def step(self) -> None:
         """Gradients anew."""

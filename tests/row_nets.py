@@ -40,18 +40,12 @@ def z_loss(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits, y) + 1e-2 * (torch.logsumexp(logits, -1) ** 2).mean()
 
 
-class Gated(nn.Module):
+def gated() -> Net:
     """An MLP whose hidden layer is a product."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.gate, self.up = nn.Linear(D, 4 * D, bias=False), nn.Linear(D, 4 * D, bias=False)
-        self.down = nn.Linear(4 * D, D, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = x + self.down(F.silu(self.gate(x)) * self.up(x))
-        return made
+    torch.manual_seed(1)
+    gate, up = nn.Linear(D, 4 * D, bias=False), nn.Linear(D, 4 * D, bias=False)
+    down = nn.Linear(4 * D, D, bias=False)
+    return Net(lambda m, x: x + m.down(F.silu(m.gate(x)) * m.up(x)), gate=gate, up=up, down=down)
 
 
 def up_and_down(activation: type[nn.Module]) -> nn.Module:
@@ -66,7 +60,7 @@ STEPS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "loss": (LOSS, (rows(50, D), labels(50))),
     "z": (Net(lambda m, x, y: z_loss(m.head(x), y), head=head()), (rows(50, D), labels(50))),
     "mlp": (up_and_down(nn.GELU), (rows(50, D),)),
-    "gated": (Gated(), (rows(50, D),)),
+    "gated": (gated(), (rows(50, D),)),
     "norm": (
         nn.Sequential(nn.Linear(D, 4 * D), nn.BatchNorm1d(4 * D), nn.ReLU(), nn.Linear(4 * D, D)),
         (rows(50, D),),

@@ -66,6 +66,16 @@ class Language(nn.Module):
         return logits
 
 
+class Chain(Language):
+    """It gives the cross entropy of each next token."""
+
+    def __init__(self, depth: int = 8, width: int = 64, words: int = 32) -> None:
+        super().__init__(words, depth, width)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return F.cross_entropy(super().forward(tokens).flatten(0, 1), tokens.flatten())
+
+
 class Convolutions(nn.Module):
     """Convolutions with BatchNorm, whose running statistics are updated in each step."""
 

@@ -1,19 +1,30 @@
-"""Which attention CUDA would run, by capability, dtype, widths and mask; and what it computes."""
+"""Kernels that eager code takes on a card that is absent: attention, autocast, and others."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.nn import functional
+from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fxremat.compat.absent import attention
+import fxremat
+from fxremat.compat.absent import attention, eager
 from fxremat.compat.absent.attention import Call, chosen_kernel
-from fxremat.compat.tensors import fake_tensors
+from fxremat.compat.absent.eager import cuda_autocast, without_device
+from fxremat.compat.absent.pretending import CUDA
+from fxremat.compat.tensors import fake_tensors, is_fake
 from fxremat.cost.cuda_scratch import cublas_workspace
+from fxremat.report.report import Report
+from tests import graphs
+from tests.absent_nets import Net
+
+# --- attention ----------------------------------------------------------------------------
+
 
 BF16, HALF, FULL = torch.bfloat16, torch.float16, torch.float32
 CHOICES = [
@@ -48,20 +59,10 @@ def _call(dtype: torch.dtype, width: int, rows: int, masked: bool, causal: bool)
     return Call(query, key, value, mask, 0.0, causal, None, False)
 
 
-@pytest.mark.parametrize(
-    ("capability", "dtype", "width", "rows", "masked", "causal", "name"), CHOICES
-)
-def test_choice(
-    capability: tuple[int, int],
-    dtype: torch.dtype,
-    width: int,
-    rows: int,
-    masked: bool,
-    causal: bool,
-    name: str,
-) -> None:
-    kernel = chosen_kernel(_call(dtype, width, rows, masked, causal), capability)
-    assert kernel.__name__ == f"_{name}"
+@pytest.mark.parametrize("choice", CHOICES, ids=str)
+def test_choice(choice: tuple[Any, ...]) -> None:
+    capability, *how, name = choice
+    assert chosen_kernel(_call(*how), capability).__name__ == f"_{name}"
 
 
 def test_users_may_forbid_kernels() -> None:
@@ -88,12 +89,9 @@ def test_matmuls_and_a_softmax_give_what_torch_gives(
     mask = None if masked is None else (torch.rand(5, 7) > 0.3)
     if masked is torch.float32 and mask is not None:
         mask = torch.where(mask, 0.5, -1.0).double()
-    expected = functional.scaled_dot_product_attention(
-        query, key, value, mask, enable_gqa=grouped, scale=0.4
-    )
-    found = attention.attention(
-        query, key, value, mask, scale=0.4, enable_gqa=grouped, capability=(7, 5)
-    )
+    given, how = (query, key, value, mask), {"scale": 0.4, "enable_gqa": grouped}
+    expected = F.scaled_dot_product_attention(*given, **how)  # type: ignore[arg-type]
+    found = attention.attention(*given, **how, capability=(7, 5))  # type: ignore[arg-type]
     torch.testing.assert_close(found, expected)
 
 
@@ -147,3 +145,271 @@ def test_cudnn_repeats_masks_by_itself(kernel: str, shape: tuple[int, ...]) -> N
 def test_cublas_works_in_32_mebibytes_from_hopper_on() -> None:
     assert cublas_workspace((8, 9)) == 8_519_680
     assert cublas_workspace((9, 0)) == 32 * 2**20
+
+
+# --- autocast -----------------------------------------------------------------------------
+
+
+LOW = torch.bfloat16
+
+
+def numbers(like: Tensor) -> Tensor:
+    """Places in a tensor."""
+    return torch.zeros(like.shape, dtype=torch.long, device=like.device)
+
+
+def attended(x: Tensor) -> Tensor:
+    """By itself."""
+    return F.scaled_dot_product_attention(x, x, x)
+
+
+TYPES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], torch.dtype]] = {
+    "linear": (lambda low, full: F.linear(full, full), LOW),
+    "matmul": (lambda low, full: low @ full, LOW),
+    "bmm": (lambda low, full: torch.bmm(full[None], full[None]), LOW),
+    "conv1d": (lambda low, full: F.conv1d(full[None], full[:, :, None]), LOW),
+    "attention": (lambda low, full: attended(full[None]), LOW),
+    "softmax": (lambda low, full: torch.softmax(low, -1), FULL),
+    "softmax of a type": (lambda low, full: torch.softmax(low, -1, torch.float16), torch.float16),
+    "log_softmax": (lambda low, full: F.log_softmax(low, -1), FULL),
+    "layer_norm": (lambda low, full: F.layer_norm(low, (8,)), FULL),
+    "group_norm": (lambda low, full: F.group_norm(low, 2), FULL),
+    "cross_entropy": (lambda low, full: F.cross_entropy(low, numbers(low)[0]), FULL),
+    "mse_loss": (lambda low, full: F.mse_loss(low, low), FULL),
+    "with_logits": (lambda low, full: F.binary_cross_entropy_with_logits(low, low), FULL),
+    "sum": (lambda low, full: low.sum(), FULL),
+    "sum of a type": (lambda low, full: low.sum(0, dtype=torch.float16), torch.float16),
+    "cumsum": (lambda low, full: low.cumsum(0), FULL),
+    "norm": (lambda low, full: low.norm(), FULL),
+    "norms of rows": (lambda low, full: torch.norm(low, 2, 1, keepdim=True), FULL),
+    "aten norm": (lambda low, full: torch.ops.aten.norm.Scalar(low), FULL),
+    "aten norms of rows": (lambda low, full: torch.ops.aten.norm.ScalarOpt_dim(low, 2, [1]), FULL),
+    "pow": (lambda low, full: low.pow(2), FULL),
+    "exp": (lambda low, full: low.exp(), FULL),
+    "rsqrt": (lambda low, full: low.abs().rsqrt(), FULL),
+    "mean": (lambda low, full: low.mean(), LOW),
+    "gelu": (lambda low, full: F.gelu(low), LOW),
+    "add": (lambda low, full: low + full, FULL),
+    "cat": (lambda low, full: torch.cat([low, full]), FULL),
+    "stack of low ones": (lambda low, full: torch.stack([low, low]), LOW),
+    "addcmul": (lambda low, full: torch.addcmul(low, low, full), FULL),
+    "addcmul of low ones": (lambda low, full: torch.addcmul(low, low, low), LOW),
+    "scatter_add": (lambda low, full: low.scatter_add(0, numbers(low), full), FULL),
+    "64 bits": (lambda low, full: full.double() @ full.double(), torch.float64),
+}  # fmt: skip
+"""What comes out, by CUDA's autocast in bfloat16, of a square of that type and one in float32."""
+
+
+def squares(device: str) -> tuple[Tensor, Tensor]:
+    full = torch.rand(8, 8, device=device)
+    return full.to(LOW), full
+
+
+@pytest.fixture
+def on_a_card() -> Iterator[None]:
+    with cuda_autocast(supports_bfloat16=True):
+        yield
+
+
+@pytest.mark.usefixtures("on_a_card")
+@pytest.mark.parametrize("name", list(TYPES))
+def test_types_are_those_of_cuda(name: str) -> None:
+    run, expected = TYPES[name]
+    with torch.autocast("cuda", LOW):
+        assert run(*squares("cpu")).dtype == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", list(TYPES))
+def test_the_card_that_is_here_has_the_same(name: str) -> None:
+    run, expected = TYPES[name]
+    with torch.autocast("cuda", LOW):
+        assert run(*squares("cuda")).dtype == expected
+
+
+def test_each_op_that_cuda_treats_is_known() -> None:
+    """Of this torch; one that is not would run as it is."""
+    names = [n for n in torch._C._dispatch_get_all_op_names() if n.startswith("aten::")]
+    treated = [n for n in names if eager._has(n, "AutocastCUDA")]
+    assert len(treated) > 100
+    unknown = [n for n in treated if eager._kernel(n) is None]
+    assert set(unknown) <= {"aten::_cudnn_rnn"}  # of which nothing is traced on the CPU
+
+
+@pytest.mark.usefixtures("on_a_card")
+def test_numbers_and_gradients_are_those_of_casts_by_hand() -> None:
+    torch.manual_seed(0)
+    layer, x = nn.Linear(8, 8), torch.randn(4, 8)
+    with torch.autocast("cuda", LOW):
+        loss = F.layer_norm(layer(x), (8,)).square().sum()
+    loss.backward()  # type: ignore[no-untyped-call]
+    weight = layer.weight.detach().clone().requires_grad_()
+    low = F.linear(x.to(LOW), weight.to(LOW), layer.bias.detach().to(LOW))
+    by_hand = F.layer_norm(low.float(), (8,)).square().sum()
+    by_hand.backward()  # type: ignore[no-untyped-call]
+    assert loss == by_hand
+    assert layer.weight.grad is not None
+    assert layer.weight.grad.dtype == FULL
+    assert torch.equal(layer.weight.grad, weight.grad if weight.grad is not None else x)
+
+
+@pytest.mark.usefixtures("on_a_card")
+def test_inner_contexts_and_the_cpu_s() -> None:
+    low, full = squares("cpu")
+    with torch.autocast("cpu", LOW):
+        assert (full @ full).dtype == FULL  # on a card it has no effect
+    with torch.autocast("cuda", LOW):
+        with torch.autocast("cuda", enabled=False):
+            assert (full @ full).dtype == FULL
+        assert (full @ full).dtype == LOW
+        with torch.autocast("cuda", torch.float16):
+            assert (full @ full).dtype == torch.float16
+        assert (full @ full).dtype == LOW
+    assert (full @ full).dtype == FULL
+    with torch.autocast("cuda", LOW), pytest.raises(RuntimeError, match="with_logits"):
+        F.binary_cross_entropy(low.float(), full)
+
+
+def test_all_is_as_before_at_the_end() -> None:
+    """Also after an error: the CPU's autocast has its own ops, CUDA's is not there."""
+    _, full = squares("cpu")
+    before = torch.set_autocast_enabled, torch.set_autocast_dtype
+    with pytest.raises(ZeroDivisionError), cuda_autocast(True), torch.autocast("cuda", LOW):
+        raise ZeroDivisionError
+    assert before == (torch.set_autocast_enabled, torch.set_autocast_dtype)
+    assert not torch.is_autocast_enabled("cpu")
+    with torch.autocast("cpu", LOW):
+        assert (full @ full).dtype == LOW
+        assert F.layer_norm((full @ full), (8,)).dtype == LOW
+
+
+def test_bfloat16_needs_a_card_that_has_it() -> None:
+    with cuda_autocast(supports_bfloat16=False):
+        with pytest.raises(RuntimeError, match="bfloat16"):
+            torch.autocast("cuda", LOW)
+        with torch.autocast("cuda"):
+            assert (squares("cpu")[1] @ squares("cpu")[1]).dtype == torch.float16
+
+
+def in_low(outer: Any, tokens: Tensor, targets: Tensor) -> Any:
+    """The net in float32, with its forward in low precision."""
+    with torch.autocast("cuda", LOW):
+        return outer.net(tokens, targets)
+
+
+def tokens() -> tuple[Tensor, Tensor]:
+    text = torch.zeros(8, 128, dtype=torch.long)
+    return text, text.clone()
+
+
+def saved_bytes(report: Report) -> int:
+    return report.store_all_peak_bytes - report.resident_bytes - report.held_bytes
+
+
+@pytest.mark.parametrize("around", [pytest.param("forward", marks=pytest.mark.slow), "call"])
+def test_a_step_is_planned_as_it_runs_on_the_card(around: str) -> None:
+    """Weights stay in 32 bits; what is saved is smaller than without, and attention is flash."""
+    with fxremat.device.absent("A100"):
+        wide = fxremat.explain(Net(), *tokens()).graphs[0]
+        if around == "forward":
+            mixed = fxremat.explain(graphs.Net(in_low, net=Net()), *tokens()).graphs[0]
+        else:
+            with torch.autocast("cuda", LOW):
+                mixed = fxremat.explain(Net(), *tokens()).graphs[0]
+    assert mixed.resident_bytes == wide.resident_bytes
+    assert saved_bytes(mixed) < 0.9 * saved_bytes(wide)
+
+
+# --- eager --------------------------------------------------------------------------------
+
+
+ATEN = torch.ops.aten
+
+
+@contextmanager
+def _inside(emptied: Callable[[], None] = lambda: None) -> Iterator[list[Any]]:
+    """Yields the ops that are seen."""
+    ops: list[Any] = []
+    with without_device(lambda op, *_: ops.append(op), emptied):
+        yield ops
+
+
+def test_autograd_runs_through_modules_and_functions_of_the_user() -> None:
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            return gradient * 2
+
+    with _inside():
+        model = nn.Linear(3, 4).to("cuda")
+        loss = Double.apply(model(torch.ones(2, 3, device="cuda"))).sum()  # type: ignore[no-untyped-call]
+        loss.backward()
+        gradient = model.weight.grad
+        assert gradient is not None
+        assert is_fake(gradient)
+        assert gradient.device == model.weight.device == loss.device == CUDA
+        assert model.weight.is_cuda
+        model.weight.grad = None
+        assert model.to(torch.bfloat16).weight.device == CUDA
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+def test_tensors_move_where_they_are_not_and_are_not_copied_where_they_are(gradients: bool) -> None:
+    with _inside() as ops, torch.set_grad_enabled(gradients):
+        here, there = torch.ones(3), torch.ones(3, device="cuda")
+        ops.clear()
+        assert there.to("cuda") is there
+        assert there.to(there) is there
+        assert there.cuda() is there
+        assert not ops
+        assert here.to("cuda").device == here.cuda().device == here.to(there).device == CUDA
+        assert there.cpu().device == there.to("cpu").device == torch.device("cpu")
+        assert there.to(torch.float16).device == there.to("cuda", torch.float16).device == CUDA
+        ops.clear()
+        assert there.to("cuda", copy=True) is not there
+        assert ops == [ATEN._to_copy.default]
+
+
+def test_a_decomposed_op_is_seen_once() -> None:
+    with _inside() as ops:
+        x = [torch.ones(3, device="cuda") for _ in range(2)]
+        ops.clear()
+        torch._foreach_addcdiv_(x, x, x, 0.5)
+        x[0].softmax(-1)
+    assert ops == [ATEN._foreach_addcdiv_.Scalar, ATEN._softmax.default]
+
+
+@pytest.mark.parametrize(("asked", "op"), [({}, ATEN._foreach_sqrt.default),
+                                           ({"fused": True}, ATEN._fused_adamw_.default),
+                                           ({"foreach": False}, ATEN.sqrt.default)])  # fmt: skip
+def test_optimizers_choose_as_on_the_device(asked: dict[str, bool], op: Any) -> None:
+    with _inside() as ops:
+        weight = nn.Parameter(torch.ones(3, device="cuda"))
+        weight.grad = torch.ones_like(weight)
+        torch.optim.AdamW([weight], **asked).step()  # type: ignore[arg-type]
+    chosen = {ATEN._foreach_sqrt.default, ATEN._fused_adamw_.default, ATEN.sqrt.default}
+    assert chosen & {*ops} == {op}
+
+
+def test_numbers_of_the_device_are_0_and_counts_of_the_host_are_1() -> None:
+    with _inside():
+        assert torch.ones((), device="cuda").item() == 0.0
+        assert torch.zeros(()).item() == 1.0
+        assert not torch.ones((), device="cuda").isnan()
+        assert torch.ones((), dtype=torch.int64, device="cuda").item() == 0
+
+
+def test_torch_cuda_answers_and_is_as_before_at_the_end() -> None:
+    emptied: list[None] = []
+    before = torch.cuda.is_available()
+    with _inside(lambda: emptied.append(None)):
+        assert torch.cuda.is_available()
+        torch.cuda.empty_cache()
+        torch.cuda.synchronize()
+    assert emptied == [None]
+    assert torch.cuda.is_available() == before
+    assert torch.ones(2).to("cpu").sum().item() == 2

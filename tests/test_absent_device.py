@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -12,12 +14,66 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxremat
-from fxremat.compat.configuration import functorch_config
+from fxremat.compat.absent.pretending import Properties, pretending
+from fxremat.compat.configuration import functorch_config, inductor_config
+from fxremat.compat.inductor.generated_code import Generated, load_without_kernels
 from fxremat.cost.device import CARDS, absent_card, card_named, spec_of_card
 from fxremat.errors import NeedsTriton, UnknownDevice
 from fxremat.whatif.device import absent
 from tests.absent_nets import halves_on, net_and_tokens
-from tests.cubins import cubins
+from tests.graphs import Net
+
+_AS_TRITON_COMPILES = {
+    name: False
+    for name in ("use_static_triton_launcher", "use_static_cuda_launcher")
+    if hasattr(inductor_config, name)
+}
+"""Else what comes back can only be launched."""
+
+
+def cubins(generated: Generated, properties: Properties) -> Mapping[str, tuple[bytes, ...]]:
+    """Each Triton kernel's name, and its machine code for each way in which it may be run.
+
+    Raises what Triton raises where a kernel cannot be compiled.
+    """
+    with pretending(properties), inductor_config.patch(_AS_TRITON_COMPILES):
+        sources = dict(_kernels(generated))
+        return {name: tuple(_compiled(name, source)) for name, source in sources.items()}
+
+
+def _kernels(generated: Generated) -> Iterator[tuple[str, str]]:
+    """Names and sources, as the generated code asks for them when it is loaded."""
+    found: list[tuple[str, str]] = []
+    with _asked(found):
+        load_without_kernels(generated, generated.constants, "<kernels>")
+    yield from found
+
+
+@contextmanager
+def _asked(found: list[tuple[str, str]]) -> Iterator[None]:
+    from unittest import mock
+
+    from fxremat.compat.inductor import generated_code
+
+    class Collector(generated_code._NoKernel):
+        def triton(self, name: str, source: str, **_: Any) -> Any:
+            found.append((name, source))
+            return generated_code._NoKernel()
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return self
+
+    with mock.patch.object(generated_code, "_NoKernel", Collector):
+        yield
+
+
+def _compiled(name: str, source: str) -> Iterator[bytes]:
+    from torch._inductor.codecache import PyCodeCache
+
+    kernel: Any = getattr(PyCodeCache.load(source), name)
+    for config in kernel.configs:
+        yield bytes(kernel._precompile_config(config).kernel.asm["cubin"])
+
 
 KERNELS = {"H100": "cudnn", "A100": "flash", "T4": "math"}
 """Of attention in bfloat16, by card."""
@@ -129,20 +185,14 @@ def test_budget_is_the_card_by_default(caplog: pytest.LogCaptureFixture) -> None
 def test_models_from_elsewhere_are_taken_by_their_sizes() -> None:
     """On meta tensors, or with real ones, or for CUDA: the same plan."""
     peaks = set()
-    for make in (_on_meta, _layers):
-        model, inputs = make()
+    for device in ("meta", "cpu", "cuda"):
+        with torch.device("meta" if device == "meta" else "cpu"):
+            model, inputs = _layers()
         with absent("H100"):
+            if device == "cuda":
+                model, inputs = model.to("cuda"), [x.to("cuda") for x in inputs]
             peaks.add(fxremat.explain(model, *inputs).predicted_peak_bytes)
-    with absent("H100"):
-        model, inputs = _layers()
-        on_card = [x.to("cuda") for x in inputs]
-        peaks.add(fxremat.explain(model.to("cuda"), *on_card).predicted_peak_bytes)
     assert len(peaks) == 1
-
-
-def _on_meta() -> tuple[nn.Module, list[torch.Tensor]]:
-    with torch.device("meta"):
-        return _layers()
 
 
 def test_nothing_is_left_behind() -> None:
@@ -221,10 +271,7 @@ def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.gpu
 def test_code_is_that_of_the_card_that_is_here() -> None:
-    """Kernels of the absent card, against those that Inductor writes on the card.
-
-    Nothing is decided by running kernels: a table does not know how they end.
-    """
+    """Kernels of the absent card, against those that Inductor writes on the card."""
     from torch._inductor.utils import run_and_get_code
 
     name = next(c.name for c in CARDS if spec_of_card(torch.cuda.get_device_name()) == c.spec)
@@ -247,10 +294,9 @@ def _kernel_bodies(source: str) -> list[str]:
 
 def test_ops_are_taken_apart_as_on_the_card() -> None:
     """Those too that a torch without CUDA would run as other ops, in place."""
-    from torch.nn import functional
 
     def gated(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return (functional.silu(x @ weight) * x).sum()
+        return (F.silu(x @ weight) * x).sum()
 
     with absent("H200"):
         inputs = [torch.zeros(64, 64, dtype=torch.bfloat16, requires_grad=True) for _ in "xw"]
@@ -267,21 +313,15 @@ def test_kernels_of_the_forward_are_tuned_in_the_step() -> None:
         assert "'optimize_mem': False" not in code.source
 
 
-class ConvOverTokens(nn.Module):
+def conv_over_tokens(net: Any, x: Tensor) -> Any:
     """A convolution over tokens, whose result is a view of tokens on the CPU, not elsewhere."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(32, 32, 3, padding=1, groups=32)
-        self.linear = nn.Linear(32, 32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.conv(x.transpose(1, 2).view(len(x), 32, 16, 16))
-        loss: Tensor = self.linear(F.gelu(y.flatten(2).transpose(1, 2))).square().mean()
-        return loss
+    y = net.conv(x.transpose(1, 2).view(len(x), 32, 16, 16))
+    return net.linear(F.gelu(y.flatten(2).transpose(1, 2))).square().mean()
 
 
 def test_views_that_are_copies_on_the_device_are_traced_there() -> None:
+    conv = nn.Conv2d(32, 32, 3, padding=1, groups=32)
+    net = Net(conv_over_tokens, conv=conv, linear=nn.Linear(32, 32))
     with absent("H200"):
-        found = fxremat.explain(ConvOverTokens(), torch.randn(4, 256, 32))
+        found = fxremat.explain(net, torch.randn(4, 256, 32))
     assert found.graphs

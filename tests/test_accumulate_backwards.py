@@ -35,7 +35,7 @@ early = accumulating.early
 _fresh = accumulating.fresh
 
 
-# --- gradients that are asked for --------------------------------------------------------
+# --- gradients that are asked for ---------------------------------------------------------
 
 
 def test_gradients_that_are_asked_for_are_not_added(early: Early) -> None:
@@ -74,7 +74,7 @@ def test_a_graph_of_the_backward(caplog: pytest.LogCaptureFixture, early: Early)
     assert "in this backward" in caplog.text
 
 
-# --- other gradients, and hooks ----------------------------------------------------------
+# --- other gradients, and hooks -----------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -179,7 +179,7 @@ def test_hooks_that_come_later(early: Early, caplog: pytest.LogCaptureFixture) -
     assert "a hook" in caplog.text
 
 
-# --- how the graphs and the backward are run ---------------------------------------------
+# --- how the graphs and the backward are run ----------------------------------------------
 
 
 def test_graphs_that_run_again_in_the_backward(
@@ -258,29 +258,22 @@ def test_backwards_of_several_threads(early: Early) -> None:
         torch.testing.assert_close(parameter.grad, None if gradient is None else 3 * gradient)
 
 
-def test_averaging_over_processes(tmp_path: Any, early: Early) -> None:
-    distributed = torch.distributed
-    if not distributed.is_available():
-        pytest.skip("torch without torch.distributed")
-    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/a", rank=0, world_size=1)
-    try:
+@pytest.mark.usefixtures("only_rank")
+def test_averaging_over_processes(early: Early) -> None:
+    def loss_of(model: Any) -> Any:
+        wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+        call = compiled(wrapped)
 
-        def loss_of(model: Any) -> Any:
-            wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-            call = compiled(wrapped)
+        def loss(x: Tensor) -> Any:
+            with wrapped.no_sync() if len(early) < 3 else nullcontext():
+                return call(x)
 
-            def loss(x: Tensor) -> Any:
-                with wrapped.no_sync() if len(early) < 3 else nullcontext():
-                    return call(x)
+        return loss
 
-            return loss
-
-        check_same(LAYERS, loss_of, in_place=False)
-    finally:
-        distributed.destroy_process_group()
+    check_same(LAYERS, loss_of, in_place=False)
 
 
-# --- errors ------------------------------------------------------------------------------
+# --- errors -------------------------------------------------------------------------------
 
 
 def test_an_error_in_the_backward(early: Early) -> None:

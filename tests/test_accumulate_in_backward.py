@@ -9,7 +9,7 @@ import copy
 import gc
 import weakref
 from functools import cache
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -32,6 +32,7 @@ from tests.accumulating import (
     same,
     with_input,
 )
+from tests.graphs import Net
 from tests.small import Layers, seeded
 
 early = accumulating.early
@@ -39,7 +40,7 @@ _fresh = accumulating.fresh
 
 EXECUTORS = ["aot_eager", "inductor"]
 
-# --- the same sums -----------------------------------------------------------------------
+# --- the same sums ------------------------------------------------------------------------
 
 NETS = ["tied", "input gradient", "frozen", "autocast", "attention dropout", "count"]
 
@@ -51,23 +52,21 @@ def test_any_net(name: str, early: Early) -> None:
     assert early
 
 
-class Small(nn.Module):
+def small() -> Net:
     """A tied weight, and dropout."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.layer = nn.Embedding(32, 16), nn.Linear(16, 16)
+    def forward(net: Any, index: Tensor) -> Tensor:
+        hidden = F.dropout(torch.tanh(net.layer(net.embedding(index))), 0.5, net.training)
+        return F.linear(hidden, net.embedding.weight)
 
-    def forward(self, index: Tensor) -> Tensor:
-        hidden = F.dropout(torch.tanh(self.layer(self.embedding(index))), 0.5, self.training)
-        return F.linear(hidden, self.embedding.weight)
+    return Net(forward, embedding=nn.Embedding(32, 16), layer=nn.Linear(16, 16))
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_whatever_runs_the_graphs(executor: str, early: Early) -> None:
     def made() -> tuple[nn.Module, tuple[Tensor, ...]]:
         torch.manual_seed(0)
-        return Small(), (torch.randperm(32),)  # rows of an embedding are added in any order
+        return small(), (torch.randperm(32),)  # rows of an embedding are added in any order
 
     check_same(made, lambda model: compiled(model, executor))
     assert len(early) == 2 * 3
@@ -104,7 +103,7 @@ def test_negative_zeros_stay() -> None:
     check_same(made, backward=lambda loss: (loss * -0.0).backward())
 
 
-# --- in less memory ----------------------------------------------------------------------
+# --- in less memory -----------------------------------------------------------------------
 
 
 @cache
@@ -183,20 +182,18 @@ def test_frozen_parameters_have_no_grad_to_count() -> None:
     assert fxremat.reports()[-1].held_bytes == wanted
 
 
-class Head(nn.Module):
+def head() -> Net:
     """Many classes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.head = nn.Linear(16, 16), nn.Linear(16, 512)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.cross_entropy(self.head(torch.tanh(self.body(x))), torch.arange(64))
+    return Net(
+        lambda net, x: F.cross_entropy(net.head(torch.tanh(net.body(x))), torch.arange(64)),
+        body=nn.Linear(16, 16),
+        head=nn.Linear(16, 512),
+    )
 
 
 def test_other_forms_of_ops(early: Early) -> None:
     """A loss in chunks of rows: gradients come out of loops, or are made in the forward."""
-    model, x = seeded(Head, 64, 16)
+    model, x = seeded(head, 64, 16)
     options = {**EAGER, "variants": "all"}
     with pytest.raises(fxremat.InfeasibleBudget) as caught:
         fxremat.explain(model, x, memory_budget="1000B", options=options)
@@ -207,12 +204,12 @@ def test_other_forms_of_ops(early: Early) -> None:
     def loss_of(model: Any) -> Any:
         return compiled(model, variants="all", memory_budget=f"{least + bytes_of_grads}B")
 
-    check_same(with_input(Head, 64, 16), loss_of, "planned")
+    check_same(with_input(head, 64, 16), loss_of, "planned")
     assert fxremat.reports()[-1].variants
     assert early
 
 
-# --- grads -------------------------------------------------------------------------------
+# --- grads --------------------------------------------------------------------------------
 
 
 def test_dtypes(early: Early) -> None:
@@ -262,22 +259,20 @@ def test_grads_that_share_memory(early: Early) -> None:
     assert not {id(p) for p in early} & {id(layer.weight) for layer in model.layers}
 
 
-class Gated(nn.Module):
+def gated_layers() -> Net:
     """Another tensor is read between the gradients of ``b`` and ``a``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False)
-
-    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        return cast("Tensor", self.b(torch.tanh(self.a(x) * gate)).square().mean())
+    return Net(
+        lambda net, x, gate: net.b(torch.tanh(net.a(x) * gate)).square().mean(),
+        a=nn.Linear(16, 16, bias=False),
+        b=nn.Linear(16, 16, bias=False),
+    )
 
 
 def test_a_grad_that_the_graph_reads(early: Early) -> None:
     def gated(opt_in: bool) -> tuple[Any, list[Tensor | None]]:
         torch._dynamo.reset()
         model: Any
-        model, x = seeded(Gated, 16, 16)
+        model, x = seeded(gated_layers, 16, 16)
         handle = fxremat.accumulate_in_backward(model) if opt_in else None
         call = compiled(model)
         call(x, torch.ones(16, 16)).backward()
@@ -306,35 +301,32 @@ def test_a_gradient_that_is_a_copy(early: Early) -> None:
             own = gradient.sin()
             return own, own.clone()
 
-    class Shifted(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer, self.bias = nn.Linear(16, 16), nn.Parameter(torch.zeros(4, 16))
+    def shifted() -> Net:
+        copied: Any = Copied.apply
+        bias = nn.Parameter(torch.zeros(4, 16))
+        return Net(
+            lambda net, x: copied(torch.tanh(net.layer(x)), net.bias),
+            layer=nn.Linear(16, 16),
+            bias=bias,
+        )
 
-        def forward(self, x: Tensor) -> Tensor:
-            copied: Any = Copied.apply
-            return cast("Tensor", copied(torch.tanh(self.layer(x)), self.bias))
-
-    check_same(with_input(Shifted, 4, 16))
+    check_same(with_input(shifted, 4, 16))
     assert {tuple(p.shape) for p in early} == {(16, 16), (16,)}
 
 
-# --- parameters --------------------------------------------------------------------------
+# --- parameters ---------------------------------------------------------------------------
 
 
 def test_sparse_and_unused_parameters(early: Early) -> None:
-    class Mixed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embedding = nn.Embedding(32, 16, sparse=True)
-            self.layer, self.unused = nn.Linear(16, 16), nn.Linear(16, 16)
-
-        def forward(self, index: Tensor) -> Tensor:
-            return torch.tanh(self.layer(self.embedding(index)))
-
     def made() -> tuple[nn.Module, tuple[Tensor, ...]]:
         torch.manual_seed(0)
-        return Mixed(), (torch.arange(8),)
+        model = Net(
+            lambda net, index: torch.tanh(net.layer(net.embedding(index))),
+            embedding=nn.Embedding(32, 16, sparse=True),
+            layer=nn.Linear(16, 16),
+            unused=nn.Linear(16, 16),
+        )
+        return model, (torch.arange(8),)
 
     results = []
     for name in ("no", "yes"):
@@ -383,7 +375,7 @@ def test_an_optimizer_that_steps_in_the_backward(early: Early) -> None:
     assert not early
 
 
-# --- the end -----------------------------------------------------------------------------
+# --- the end ------------------------------------------------------------------------------
 
 
 def test_removed(early: Early) -> None:

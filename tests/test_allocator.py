@@ -1,4 +1,4 @@
-"""The model of torch's CUDA caching allocator: rules by hand, any events, and recorded steps."""
+"""The model of torch's CUDA caching allocator, its settings, and memory snapshots."""
 
 from __future__ import annotations
 
@@ -9,15 +9,20 @@ import time
 from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.allocator_snapshot import compare, from_snapshot
 from fxremat.core.events import Allocate, EmptyCache, Event, Free
 from fxremat.memory.allocator import CachingAllocator, apply_events, replay
 from fxremat.memory.allocator_settings import AllocatorSettings, parse_settings
 from tests.examples import examples
+
+# --- allocator ----------------------------------------------------------------------------
+
 
 MIB = 2**20
 BLOCK = 512 / MIB
@@ -288,3 +293,179 @@ def test_recorded_steps_take_what_a_gpu_said(path: Path) -> None:
     without_room += [Allocate(f"state {k}", nbytes) for k, nbytes in enumerate(states)]
     later = replay([*without_room, *map(Free, left), *step]).peak_allocated_bytes
     assert later == pytest.approx(measured["steps_2_to_5"]["allocated"], rel=0.01)
+
+
+# --- settings -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["", " ", "backend:native", "pinned_num_register_threads:8,"])
+def test_defaults_are_those_of_torch(text: str) -> None:
+    settings = parse_settings(text)
+    assert settings == AllocatorSettings()
+    assert settings.max_split is None
+    assert settings.max_non_split_rounding == settings.large_segment == 20 * MIB
+    assert settings.divisions == (0,) * 16
+    assert not settings.expandable_segments
+
+
+@pytest.mark.parametrize(
+    ("text", "fields"),
+    [
+        ("max_split_size_mb:64", {"max_split": 64 * MIB}),
+        ("max_non_split_rounding_mb:30", {"max_non_split_rounding": 30 * MIB}),
+        ("large_segment_size_mb:12", {"large_segment": 12 * MIB}),
+        ("garbage_collection_threshold:0.8", {}),
+        ("expandable_segments:True", {"expandable_segments": True}),
+        ("expandable_segments:True,expandable_segments:False", {}),
+        ("per_process_memory_fraction:0.5", {}),
+        ("roundup_power2_divisions:8", {"divisions": (8,) * 16}),
+        (" max_split_size_mb : 64 , pinned_use_background_threads : True", {"max_split": 64 * MIB}),
+        ("throw_on_cudamalloc_oom:False,graph_capture_record_stream_reuse:True", {}),
+    ],
+)
+def test_one_key(text: str, fields: dict[str, Any]) -> None:
+    assert parse_settings(text) == AllocatorSettings(**fields)
+
+
+def test_divisions_by_size() -> None:
+    """The first pair holds for smaller sizes too, ``>`` past the last; 128 MB has none."""
+    settings = parse_settings("roundup_power2_divisions:[64:8,256:4,512:0,1024:2,>:1]")
+    divisions = [8, 8, 8, 8, 8, 8, 8, 0, 4, 0, 2, 1, 1, 1, 1, 1]
+    assert settings.divisions == tuple(divisions)
+    sizes = (1, MIB, 64 * MIB, 128 * MIB - 1, 128 * MIB, 256 * MIB, 2**30, 2**31, 2**50)
+    assert [settings.divisions_for(nbytes) for nbytes in sizes] == [8, 8, 8, 8, 0, 4, 2, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("max_split_sizemb:64", "did you mean 'max_split_size_mb'"),
+        ("max_split_size_mb", "key:value pairs"),
+        ("max_split_size_mb:", "key:value pairs"),
+        (",max_split_size_mb:64", "key:value pairs"),
+        ("roundup_power2_divisions:[64:8", "key:value pairs"),
+        ("max_split_size_mb:big", "expected a whole number"),
+        ("max_split_size_mb:19", "at least one large segment"),
+        ("max_split_size_mb:30,large_segment_size_mb:40", "at least one large segment"),
+        ("max_non_split_rounding_mb:19", "at least one large segment"),
+        ("large_segment_size_mb:10", "expected more than 10"),
+        ("expandable_segments:true", "expected True or False"),
+        ("roundup_power2_divisions:3", "a power of 2"),
+        ("roundup_power2_divisions:0", "a power of 2"),
+        ("roundup_power2_divisions:[64:3]", "a power of 2"),
+        ("roundup_power2_divisions:[63:4]", "a power of 2"),
+        ("roundup_power2_divisions:[4]", "pairs such as"),
+        ("backend:cudaMallocAsync", "remove the key"),
+        ("throw_on_cudamalloc_oom:True", "not modelled"),
+    ],
+)
+def test_what_is_wrong_is_named(text: str, why: str) -> None:
+    with pytest.raises(ValueError, match=why) as caught:
+        parse_settings(text)
+    assert text.split(":")[0].strip(",") in str(caught.value)
+
+
+def test_fields_are_checked_too() -> None:
+    with pytest.raises(ValueError, match="powers of 2"):
+        AllocatorSettings(divisions=(3,) * 16)
+
+
+# --- snapshot -----------------------------------------------------------------------------
+
+
+LARGE, SMALL, OTHER = 0x7F0000000000, 0x7F0010000000, 0x7F0020000000
+
+Row = dict[str, Any]
+
+
+def entry(action: str, addr: int, nbytes: int, **more: Any) -> Row:
+    """One entry of a trace."""
+    return {"action": action, "addr": addr, "size": nbytes, "stream": 0, "frames": [], **more}
+
+
+def freed(addr: int, nbytes: int) -> list[Row]:
+    """The two entries of one free."""
+    return [entry("free_requested", addr, nbytes), entry("free_completed", addr, nbytes)]
+
+
+def block(nbytes: int, state: str = "inactive", requested: int | None = None) -> Row:
+    """A block of a segment as it is at the end."""
+    return {"size": nbytes, "requested_size": requested or nbytes, "state": state, "frames": []}
+
+
+def segment(address: int, *blocks: Row) -> Row:
+    """A segment as it is at the end."""
+    total = sum(b["size"] for b in blocks)
+    return {"device": 0, "address": address, "total_size": total, "stream": 0, "blocks": [*blocks]}
+
+
+def snapshot(trace: list[Row], *segments: Row) -> Row:
+    return {"segments": [*segments], "device_traces": [trace, []]}
+
+
+def test_a_recording_of_expandable_segments() -> None:
+    """Pages of 20 MiB: 30 MiB after 1.5 map one more; two go back when the cache is emptied."""
+    rest = 3 * MIB // 2
+    trace = [
+        entry("segment_map", LARGE, 20 * MIB),
+        entry("alloc", LARGE, rest),
+        entry("segment_map", LARGE + 20 * MIB, 20 * MIB),
+        entry("alloc", LARGE + rest, 30 * MIB),
+        *freed(LARGE + rest, 30 * MIB),
+        entry("segment_unmap", LARGE + 20 * MIB, 20 * MIB),
+    ]
+    end = segment(LARGE, block(rest, "active_allocated"), block(20 * MIB - rest))
+    recorded = snapshot(trace, end)
+    assert from_snapshot(recorded).events[-1] == EmptyCache()
+    result = compare(recorded, AllocatorSettings(expandable_segments=True))
+    assert (result.recorded_peak_bytes, result.worst_difference_bytes) == (40 * MIB, 0)
+    assert compare(recorded).peak_difference_bytes == 10 * MIB
+
+
+def test_a_retry_is_an_emptied_cache() -> None:
+    """A free segment goes back when 30 MiB find no room; the failed 90 MiB leave no event."""
+    trace = [
+        entry("segment_alloc", LARGE, 20 * MIB),
+        entry("alloc", LARGE, 3 * MIB),
+        *freed(LARGE, 3 * MIB),
+        entry("segment_free", LARGE, 20 * MIB),
+        entry("segment_alloc", OTHER, 30 * MIB),
+        entry("alloc", OTHER, 30 * MIB),
+        {"action": "oom", "size": 90 * MIB, "device_free": 10 * MIB, "stream": 0, "frames": []},
+    ]
+    recorded = snapshot(trace, segment(OTHER, block(30 * MIB, "active_allocated")))
+    recording = from_snapshot(recorded)
+    kinds = [type(event) for event in recording.events]
+    assert kinds == [Allocate, Free, EmptyCache, Allocate]
+    assert recording.reserved_bytes == (20 * MIB, 20 * MIB, 0, 30 * MIB)
+    assert compare(recorded).worst_difference_bytes == 0
+    usage = replay(event for event in recording.events if event != EmptyCache())
+    assert usage.peak_reserved_bytes == 50 * MIB
+
+
+def test_what_was_there_before() -> None:
+    """4 MiB live through; 5 MiB are freed in the trace, so both were allocated before it."""
+    trace = [*freed(LARGE + 4 * MIB, 5 * MIB), entry("alloc", LARGE + 4 * MIB, 6 * MIB)]
+    end = segment(
+        LARGE,
+        block(4 * MIB, "active_allocated"),
+        block(6 * MIB, "active_allocated"),
+        block(10 * MIB),
+    )
+    recording = from_snapshot(snapshot(trace, end))
+    names = [f"{LARGE:#x}.1", f"{LARGE + 4 * MIB:#x}.1"]
+    assert recording.preexisting == 2
+    assert recording.events[:3] == (
+        Allocate(names[0], 4 * MIB),
+        Allocate(names[1], 5 * MIB),
+        Free(names[1]),
+    )
+    assert recording.reserved_bytes == (20 * MIB,) * 4
+    result = compare(snapshot(trace, end))
+    assert (result.worst_difference_bytes, result.steps, result.preexisting) == (0, 2, 2)
+
+
+def test_private_pools_are_refused() -> None:
+    trace = [entry("segment_alloc", LARGE, 20 * MIB, pool_id=(0, 1))]
+    with pytest.raises(ValueError, match="record without CUDA graphs"):
+        from_snapshot(snapshot(trace, segment(LARGE, block(20 * MIB))))

@@ -1,4 +1,4 @@
-"""Sizes of a source tree that is made up, and the check that they do not grow."""
+"""Sizes of a source tree that is made up, and tests that take too long."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks import house, house_numbers
+
+# --- house --------------------------------------------------------------------------------
+
 
 FUNCTION = "def long():\n" + "    pass\n" * house.FUNCTION_LINES
 FIELDS = "".join(f"    f{i}: int\n" for i in range(house.FIELDS))
@@ -128,3 +131,60 @@ def test_growth_fails_the_check(tree: Path, capsys: pytest.CaptureFixture[str]) 
     (tree / "fxremat" / "step.py").unlink()
     (tree / "fxremat" / "long.py").write_text("")
     assert house.main(["--check"], tree) == 0, "it may become smaller"
+
+
+# --- slowness -----------------------------------------------------------------------------
+
+
+pytest_plugins = ["pytester"]
+
+TESTS = """
+import time
+import pytest
+
+def compute():
+    begun = time.process_time()
+    while time.process_time() < begun + 0.3:
+        pass
+
+@pytest.fixture
+def prepared():
+    compute()
+
+def test_computes():
+    compute()
+
+def test_is_prepared(prepared):
+    pass
+
+@pytest.mark.slow
+def test_is_marked():
+    compute()
+
+def test_waits():
+    time.sleep(0.4)
+
+def test_does_little():
+    pass
+"""
+CONFIGURATION = """
+from tests.slowness import SlowTests
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "slow: takes long")
+    config.pluginmanager.register(SlowTests(0.2))
+"""
+
+
+@pytest.mark.parametrize("workers", [(), ("-n", "1")])
+def test_what_computes_long_unmarked_fails(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, workers: tuple[str, ...]
+) -> None:
+    """In its call as in what a fixture prepares; who waits for the machine does not."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    pytester.makeconftest(CONFIGURATION)
+    pytester.makepyfile(TESTS)
+    result = pytester.runpytest_subprocess(*workers)
+    result.assert_outcomes(passed=3, failed=1, errors=1)
+    result.stdout.fnmatch_lines_random(["*test_computes took 0.* s in its call, more than 0.2 s*"])
+    result.stdout.fnmatch_lines_random(["*test_is_prepared took 0.* s in its setup*"])

@@ -1,7 +1,9 @@
-"""The benchmark of loops: its models, its rows, and one model judged from end to end."""
+"""The benchmark of loops: its models, its rows, what its recorder sees, and a model judged."""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,13 +14,21 @@ from benchmarks.loops import rows
 from benchmarks.loops.__main__ import arguments
 from benchmarks.loops.judge import half_of_batch
 from benchmarks.loops.models import MODELS
-from benchmarks.loops.recorded import Recorded, recorded_steps
+from benchmarks.loops.recorded import TUNING_BYTES, Recorded, recorded_steps, reserved_in_steps
+from benchmarks.loops.recorder import Libraries, LoopRecord, LoopRecorder
+from benchmarks.loops.replay import replay_loop
 from benchmarks.loops.rows import LoopRow, all_rows, budget_of
+from benchmarks.loops.stand_in import Arena, LoopGraph, StandIn, on_device, runs_as
 from benchmarks.loops.steps import LOOPS
 from fxremat.compat.absent.pretending import has_triton
 from fxremat.compat.tensors import is_fake
+from fxremat.core.events import Allocate, EmptyCache, Free, Given, RunEvents
+from fxremat.core.layout import CodeBuffer, HalfLayout, RunLayout
 from fxremat.sizes import MIB
 from fxremat.whatif.device import absent
+
+# --- loops --------------------------------------------------------------------------------
+
 
 NAMES = {"bert_amp": "bert", "clip_amp": "clip", "deberta_amp": "deberta", "gemma2": "gemma2",
          "llamab": "llama", "lora": "lora", "t5": "t5"}  # fmt: skip
@@ -123,3 +133,289 @@ def test_a_model_that_reads_values_when_it_is_made_gets_some() -> None:
         model, (x,) = rows._made_without_memory(lambda: (Rates(), torch.zeros(2, 4)))
     assert model.rates == [0.0, 0.25, 0.5]
     assert not is_fake(x)
+
+
+# --- loops recorded on tensors without memory ---------------------------------------------
+
+
+WEIGHTS, WIDTH = 3, 1024
+WEIGHT = 4 * WIDTH * WIDTH
+SAVED, TEMPORARY = 8 * MIB, 16 * MIB
+NextStep = Callable[[], None]
+Loop = Callable[[nn.Module, NextStep], None]
+
+
+def _model() -> nn.Module:
+    return nn.ParameterList(nn.Parameter(torch.empty(WIDTH, WIDTH)) for _ in range(WEIGHTS))
+
+
+def _events() -> RunEvents:
+    """Saves one value, and makes the gradients when a temporary one is gone."""
+    gradients = [f"gradient {k}" for k in range(WEIGHTS)]
+    forward = Allocate("temporary", TEMPORARY), Allocate("saved", SAVED), Free("temporary")
+    return RunEvents(
+        forward=(*forward, Allocate("loss", 4)),
+        backward=(
+            Allocate("other", TEMPORARY),
+            Free("other"),
+            *(Allocate(name, WEIGHT) for name in gradients),
+            *(Free("saved"), Free("incoming")),
+        ),
+        inputs=tuple(Given(WEIGHT, again=True, gradient=name) for name in gradients),
+        results=("loss",),
+        incoming=(("incoming", 4),),
+        forward_buffers=(_buffer("temporary", TEMPORARY), _buffer("saved", SAVED)),
+        backward_buffers=(
+            _buffer("other", TEMPORARY),
+            *(_buffer(name, WEIGHT) for name in gradients),
+        ),
+    )
+
+
+def _buffer(block: str, nbytes: int) -> CodeBuffer:
+    return CodeBuffer(block, (nbytes // 4,), (1,), "torch.float32", 4)
+
+
+def _layout() -> RunLayout:
+    """What is saved comes first, then gradients; temporary ones lie where gradients come later."""
+    events = _events()
+    behind = [SAVED + k * WEIGHT for k in range(WEIGHTS)]
+    forward = HalfLayout(events.forward_buffers, (SAVED, 0), frozenset({1}))
+    backward = HalfLayout(events.backward_buffers, (SAVED, *behind), frozenset({1, 2, 3}))
+    return RunLayout(forward, backward)
+
+
+ARENA_BYTES = SAVED + max(TEMPORARY, WEIGHTS * WEIGHT)
+
+
+def _recorded(
+    loop: Loop, libraries: Libraries | None = None, layout: RunLayout | None = None
+) -> LoopRecord:
+    recorder = LoopRecorder(libraries or Libraries())
+    with recorder.running():
+        like = torch.empty((), device="cuda")
+        graph = LoopGraph(_events(), tuple(map(str, range(WEIGHTS))), (like,), layout)
+        del like
+        model = _model()
+        with on_device(model, (), recorder):
+            arena = Arena(recorder, ARENA_BYTES)
+            compiled = StandIn(model, recorder, lambda *_: graph, arena)
+            loop(compiled, recorder.next_step)
+            return recorder.record()
+
+
+def _bytes(record: LoopRecord, holder: str, step: int | None = None) -> list[int]:
+    """Bytes of the blocks of a holder, in the order in which they were allocated."""
+    return [
+        one.event.nbytes
+        for one in record.happenings
+        if isinstance(one.event, Allocate) and step in (None, one.step)
+        and record.holders[one.event.name] == holder
+    ]  # fmt: skip
+
+
+def _in_optimizer(record: LoopRecord, step: int) -> list[int]:
+    """Bytes of the blocks that an optimizer's step allocates."""
+    return [
+        one.event.nbytes
+        for one in record.happenings
+        if isinstance(one.event, Allocate) and one.step == step and one.moment == "optimizer"
+    ]
+
+
+def _trained_with(optimizer: Callable[..., torch.optim.Optimizer], **options: object) -> Loop:
+    def loop(model: nn.Module, next_step: NextStep) -> None:
+        own = optimizer(model.parameters(), **options)
+        for step in range(3):
+            if step:
+                next_step()
+            model().backward()
+            own.step()
+            own.zero_grad()
+
+    return loop
+
+
+@pytest.mark.parametrize(
+    ("options", "first", "later"),
+    [
+        ({"fused": True}, [4, WEIGHT, WEIGHT] * WEIGHTS, []),
+        ({"foreach": True}, [WEIGHT] * 3 * WEIGHTS, [WEIGHT] * WEIGHTS),
+        ({}, [WEIGHT] * 3 * WEIGHTS, [WEIGHT] * WEIGHTS),
+    ],
+    ids=["fused", "foreach", "as torch chooses"],
+)
+def test_adamw_makes_two_states_and_the_square_roots_of_one(
+    options: dict[str, bool], first: list[int], later: list[int]
+) -> None:
+    record = _recorded(_trained_with(torch.optim.AdamW, **options))
+    assert _in_optimizer(record, 0) == first
+    assert _in_optimizer(record, 1) == _in_optimizer(record, 2) == later
+    states = [nbytes for nbytes in first if nbytes > 4][: 2 * WEIGHTS]
+    assert [n for n in _bytes(record, "states") if n > 4] == states
+
+
+def test_momentum_is_a_copy_of_the_first_gradients() -> None:
+    record = _recorded(_trained_with(torch.optim.SGD, lr=0.1, momentum=0.9))
+    assert _bytes(record, "states") == [WEIGHT] * WEIGHTS
+    assert _in_optimizer(record, 1) == []
+
+
+def test_gradients_are_those_of_the_graph_and_go_where_the_loop_drops_them() -> None:
+    record = _recorded(_trained_with(torch.optim.AdamW, fused=True))
+    assert _bytes(record, "gradients") == [WEIGHT] * WEIGHTS * 3
+    assert _bytes(record, "parameters") == [WEIGHT] * WEIGHTS
+    usage = replay_loop(record)
+    parameters, states, gradients = WEIGHTS * WEIGHT, 2 * WEIGHTS * WEIGHT, WEIGHTS * WEIGHT
+    small = usage.steps[1].allocated - (parameters + states + TEMPORARY + SAVED)
+    assert 0 <= small < 0.01 * MIB
+    assert gradients < TEMPORARY + SAVED  # which are gone when these come
+    assert usage.steps[1].moment in ("forward", "backward")
+
+
+def _accumulated(model: nn.Module, next_step: NextStep) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(2):
+        if step:
+            next_step()
+        for _ in range(4):
+            model().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_gradients_of_later_micro_batches_are_added_and_freed() -> None:
+    record = _recorded(_accumulated)
+    assert _bytes(record, "gradients", 0) == [WEIGHT] * WEIGHTS * 4
+    usage = replay_loop(record)
+    needed = WEIGHTS * WEIGHT * 2 + TEMPORARY + SAVED  # parameters, gradients, and the graph
+    assert needed > WEIGHTS * WEIGHT * 3 + SAVED  # where new gradients come beside the old ones
+    assert needed <= usage.steps[0].allocated < needed + 0.01 * MIB
+
+
+def _dropped_late(model: nn.Module, next_step: NextStep) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(2):
+        if step:
+            next_step()
+        loss = model()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize(("loop", "late"), [(_trained_with(torch.optim.SGD, lr=0.1), False),
+                                            (_dropped_late, True)])  # fmt: skip
+def test_gradients_live_through_the_next_forward_where_they_are_dropped_late(
+    loop: Loop, late: bool
+) -> None:
+    record = _recorded(loop)
+    second = [one for one in record.happenings if one.step == 1]
+    forward, backward = (
+        [k for k, one in enumerate(second) if one.moment == moment]
+        for moment in ("forward", "backward")
+    )
+    freed = [k for k, one in enumerate(second) if isinstance(one.event, Free)
+             and record.holders[one.event.name] == "gradients"]  # fmt: skip
+    assert min(freed) > max(forward)
+    assert (min(freed) < min(backward)) is late
+
+
+def _clipped(model: nn.Module, next_step: NextStep) -> None:
+    model().backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def _scaled(model: nn.Module, next_step: NextStep) -> None:
+    scaler = torch.amp.GradScaler("cuda")
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scaler.scale(model()).backward()
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+
+
+@pytest.mark.parametrize("loop", [_clipped, _scaled])
+def test_clipping_and_scaling_take_numbers_only(loop: Loop) -> None:
+    record = _recorded(loop)
+    assert _bytes(record, "gradients") == [WEIGHT] * WEIGHTS
+    made = _bytes(record, "eager")
+    assert made
+    assert max(made) <= 4 * max(WEIGHTS, 2)
+
+
+def test_a_moving_average_is_a_copy_and_evaluation_frees_what_it_makes() -> None:
+    def loop(model: nn.Module, next_step: NextStep) -> None:
+        average = copy.deepcopy(model)
+        with torch.no_grad():
+            torch._foreach_lerp_(list(average.parameters()), list(model.parameters()), 0.1)
+            average()
+
+    record = _recorded(loop)
+    assert [n for n in _bytes(record, "eager") if n > 4] == [WEIGHT] * WEIGHTS
+    freed = {one.event.name for one in record.happenings if isinstance(one.event, Free)}
+    made = {name for name, holder in record.holders.items() if holder == "graph"}
+    assert made <= freed
+
+
+def test_emptying_the_cache_is_an_event() -> None:
+    def loop(model: nn.Module, next_step: NextStep) -> None:
+        model()
+        torch.cuda.empty_cache()
+
+    record = _recorded(loop)
+    assert isinstance(record.happenings[-1].event, EmptyCache)
+
+
+def test_libraries_take_workspaces_once_and_tuning_writes_over_memory_once() -> None:
+    libraries = Libraries(workspace=32 * MIB, tuning=60 * MIB)
+    record = _recorded(_trained_with(torch.optim.SGD, lr=0.1), libraries)
+    assert sorted(_bytes(record, "libraries")) == [32 * MIB] * 2 + [60 * MIB] * 2
+
+
+def test_what_is_placed_lies_in_the_arena_unless_something_lives_there() -> None:
+    record = _recorded(_dropped_late, layout=_layout())
+    places = [(one.step, one.event.nbytes, one.place) for one in record.happenings
+              if isinstance(one.event, Allocate) and one.event.nbytes >= WEIGHT
+              and record.holders[one.event.name] in ("graph", "gradients")]  # fmt: skip
+    assert places[0] == (0, ARENA_BYTES, "graphs")
+    first = [place for step, _, place in places[1:] if step == 0]
+    assert first == ["arena"] * (3 + WEIGHTS)
+    [temporary] = [place for step, n, place in places if (step, n) == (1, TEMPORARY)][:1]
+    assert temporary == "graphs"  # the gradients of the first step are still there
+
+
+def test_graphs_stand_in_for_what_is_compiled_between_eager_code() -> None:
+    recorder = LoopRecorder()
+    with recorder.running():
+        model, like = _model(), torch.empty((), device="cuda")
+        graph = LoopGraph(_events(), ("", "", ""), (like,))
+        with on_device(model, (), recorder):
+            [loss] = runs_as(lambda: graph, 1, recorder, Arena(recorder, 0))(7, *model.parameters())
+            torch.autograd.backward(loss * 2)
+            gradients = [one.grad for one in model.parameters()]
+            assert all(one is not None and one.shape == (WIDTH, WIDTH) for one in gradients)
+            record = recorder.record()
+    assert _bytes(record, "gradients") == [WEIGHT] * WEIGHTS
+
+
+def test_the_peak_says_who_holds_what() -> None:
+    usage = replay_loop(_recorded(_trained_with(torch.optim.AdamW, fused=True)))
+    assert usage.held["parameters"] == WEIGHTS * WEIGHT
+    assert usage.unused == usage.reserved - sum(usage.held.values())
+    assert usage.reserved == max(step.reserved for step in usage.steps)
+
+
+@pytest.mark.parametrize(("name", "error"), [("bert_amp", 0.005), ("clip_amp", 0.005),
+                                             ("llamab", 0.01)])  # fmt: skip
+def test_recorded_loops_reserve_what_a_gpu_said(name: str, error: float) -> None:
+    [step] = [one for one in recorded_steps() if one.name == name]
+    assert max(reserved_in_steps(step)) == pytest.approx(step.measured, rel=error)
+
+
+@pytest.mark.parametrize("name", ["lora", "t5"])
+def test_what_recorded_loops_reserve_more_is_where_kernels_were_tuned(name: str) -> None:
+    [step] = [one for one in recorded_steps() if one.name == name]
+    assert max(reserved_in_steps(step)) < 0.95 * step.measured
+    tuned = max(reserved_in_steps(step, TUNING_BYTES))
+    assert tuned == pytest.approx(step.measured, rel=0.01)

@@ -1,21 +1,37 @@
-"""The operator that runs a program over rows: values, memory to the byte, flops, odd sizes."""
+"""The operator that computes rows a few at a time, its fused kernels, and rows that it counts."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import fx
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from fxremat.compat.inductor import kernels as kernels_of_inductor
 from fxremat.memory.measured_peak import measure_peak
+from fxremat.passes.joint_graph import JointGraph
+from fxremat.passes.variants.chunks.rules import CHUNKED_ATTENTION, CHUNKED_LOSS, CHUNKED_MLP
 from fxremat.runtime import kernels
+from fxremat.runtime.chunks import fused_kernels
 from fxremat.runtime.chunks.buffers import MATMULS
 from fxremat.runtime.chunks.operator import ROWS
 from fxremat.runtime.chunks.program import Program, Ref, dump, parse
+from tests.graphs import Net, calls
 from tests.loss_program import CLASSES, FEATURES, SIZES, expected, inputs, one, program, run
+from tests.row_nets import STEPS, D, head, labels, rows, traced_step
+from tests.row_sites import Traced, given_to_rows, real, taken, trace
+from tests.slowness import slow_but
+from tests.variants import sites
+
+# --- operator -----------------------------------------------------------------------------
 
 
 @given(st.integers(0, 40), st.integers(1, 50), st.integers(1, 20))
@@ -114,3 +130,269 @@ def test_an_operator_with_a_temporary_is_known_to_the_byte() -> None:
         [x], [], text, 16, 16, measure=kernels.unmeasured
     )
     torch.testing.assert_close(call()[0], x * x + x)
+
+
+# --- fused kernels ------------------------------------------------------------------------
+
+
+NUMBER_BYTES = 12
+"""A number that stands beside a tensor, in the last rows: counted as if beside a partial sum."""
+
+
+def assert_close(found: list[torch.Tensor], best: list[torch.Tensor], rough: float = 1e-5) -> None:
+    for one_, other in zip(found, best, strict=True):
+        scale = float(other.abs().max()) if other.numel() else 0.0
+        torch.testing.assert_close(one_.double(), other.double(), rtol=rough, atol=rough * scale)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype"),
+    [
+        *((sizes, torch.float32) for sizes in SIZES),
+        *(pytest.param(sizes, torch.bfloat16, marks=pytest.mark.slow) for sizes in SIZES),
+    ],
+)
+def test_kernels_compute_what_the_operators_do(
+    sizes: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    count, chunk, tile = sizes
+    given = inputs(count, dtype)
+    found, alone = run(given, chunk, tile, fused=True), run(given, chunk, tile)
+    assert [t.dtype for t in found] == [t.dtype for t in alone]
+    assert_close(found, expected(*given), 1e-5 if dtype == torch.float32 else 2e-2)
+
+
+def test_adding_at_an_index_as_a_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: one loop over all elements, and no memory for the row that is added to."""
+    x, y, w = tensors = inputs(64)
+    shapes = tuple(fused_kernels.Shape.of(t) for t in (x, y, w.t(), w))
+    begin = fused_kernels._KernelWriter.__post_init__
+
+    def compares(writer: Any) -> None:
+        begin(writer)
+        writer.by_comparison = True
+
+    fused_kernels.kernels_of.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(fused_kernels._KernelWriter, "__post_init__", compares)
+        [kernel] = filter(None, fused_kernels.kernels_of(program(), shapes, 16))
+        assert_close(run(tensors, 16, 16, fused=True), expected(*tensors))
+    fused_kernels.kernels_of.cache_clear()
+    assert kernel.scratch <= 4 * CLASSES + 4 * 16 * 4  # a sum over rows, a few numbers a row
+
+
+def assert_fused_is_right(call: fx.Node) -> None:
+    """Values and memory of a call of a graph, with kernels."""
+    torch.manual_seed(0)
+    args = [real(a) for a in fx.map_arg(call.args, lambda n: n.meta["val"])]
+    found = ROWS(*args, fused=True)
+    assert_close(found, ROWS(*args))
+    made = sum(t.nbytes for t in found)
+    peak = measure_peak(lambda: ROWS(*args, fused=True)).above_start_bytes
+    too_much = kernels.WORKSPACES[ROWS](*args, fused=True, measure=kernels.unmeasured) - (
+        peak - made
+    )
+    assert too_much in (0, NUMBER_BYTES)
+
+
+@pytest.mark.parametrize("name", slow_but(["loss", "gated"], STEPS))
+def test_calls_of_real_graphs(name: str) -> None:
+    """50 rows: the last tile is not a whole one, and runs operator by operator."""
+    joint, tried = traced_step(name), 0
+    for rule in (CHUNKED_LOSS, CHUNKED_MLP, CHUNKED_ATTENTION):
+        for site in sites(rule, joint)[:1]:
+            for call in calls(taken(joint, site).module.graph, ROWS):
+                assert_fused_is_right(call)
+                tried += 1
+    assert tried
+
+
+def test_a_fused_stage_is_one_call() -> None:
+    """Nothing but matmuls, and what cuts rows out, is called from Python."""
+    from torch.profiler import ProfilerActivity, profile
+
+    given = inputs(64)
+    run(given, 16, 16, fused=True)
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        run(given, 16, 16, fused=True)
+    names = {event.key for event in seen.key_averages()}
+    assert {"aten::mm", "aten::addmm"} <= names
+    assert not names & {"aten::exp", "aten::sub", "aten::amax", "aten::sum", "aten::gather"}
+
+
+def test_a_stage_that_inductor_cannot_write_runs_operator_by_operator(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(_: Any) -> int:
+        raise KeyError("buf0")
+
+    given = inputs(64)
+    fused_kernels.kernels_of.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr("fxremat.runtime.chunks.fused_kernels.unbuilt_kernel", fails)
+        patch.setattr("fxremat.runtime.chunks.fused_kernels.kernel_key", lambda _: None)
+        assert_close(run(given, 16, 4, fused=True), expected(*given))
+    fused_kernels.kernels_of.cache_clear()
+
+
+def test_what_a_kernel_allocates_is_asked_once_for_all_processes_that_share_a_cache(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given, written = inputs(80), list[Any]()
+    unbuilt = kernels_of_inductor.unbuilt_kernel
+
+    def counted(module: Any) -> Any:
+        written.append(module)
+        return unbuilt(module)
+
+    monkeypatch.setattr("fxremat.runtime.chunks.fused_kernels.unbuilt_kernel", counted)
+    for _ in range(2):
+        fused_kernels.kernels_of.cache_clear()
+        assert_close(run(given, 16, 16, fused=True), expected(*given))
+        known, written[:] = len(written), []
+    assert known == 0
+
+
+def test_time_counts_one_call_for_each_tile() -> None:
+    x, y, w = inputs(64)
+    args = ([x, y], [w.t(), w], program(), 16, 4)
+    inside = kernels.INSIDE[ROWS]
+    fused = inside(*args, on_cpu=True, by_inductor=True)
+    matmuls = 4 * 3
+    assert fused.calls == matmuls + 16
+    assert fused.bytes < inside(*args, on_cpu=True).bytes
+    assert fused.bytes > 64 * CLASSES * 4 * 2  # logits in and d_logits out, at the least
+
+
+# --- counted rows -------------------------------------------------------------------------
+
+
+ROWS_OF_ALL, IGNORED = 50, -100
+Call = tuple[Any, Any]
+
+
+@cache
+def traced(dtype: torch.dtype) -> Traced:
+    """The step of a loss in float32 or more, whatever the type of its head."""
+    wide = torch.promote_types(dtype, torch.float32)
+    net = Net(lambda m, x, y: F.cross_entropy(m.head(x).to(wide), y), head=head().to(dtype))
+    return trace(net, (rows(ROWS_OF_ALL, D).detach().to(dtype).requires_grad_(), labels(50)))
+
+
+@cache
+def in_chunks(dtype: torch.dtype) -> JointGraph:
+    """The joint graph with the loss and its gradients in one loop."""
+    joint = traced(dtype).joint
+    (site,) = (site for site in sites(CHUNKED_LOSS, joint) if "at once 16" in site.name)
+    return taken(joint, site)
+
+
+def with_labels(y: torch.Tensor, dtype: torch.dtype = torch.float64, **changed: Any) -> Call:
+    """What the loop is given; some inputs of the graph may change."""
+    step = traced(dtype)
+    (name,) = (n for n, v in step.inputs.items() if getattr(v, "dtype", None) is torch.int64)
+    (call,) = given_to_rows(in_chunks(dtype), {**step.inputs, name: y, **changed})
+    return call
+
+
+def ignoring(ignored: Any) -> torch.Tensor:
+    """Labels, some of which are ignored."""
+    chosen = torch.as_tensor(ignored)
+    return torch.where(chosen, IGNORED, labels(ROWS_OF_ALL))
+
+
+def of_all_rows(call: Call) -> list[torch.Tensor]:
+    """What the call gives where it leaves nothing out."""
+    args, kwargs = call
+    text = dump(replace(parse(args[2]), ignored=None))
+    found: list[torch.Tensor] = ROWS(*args[:2], text, *args[3:], **kwargs)
+    return found
+
+
+def results_of(call: Call) -> list[torch.Tensor]:
+    args, kwargs = call
+    found: list[torch.Tensor] = ROWS(*args, **kwargs)
+    return found
+
+
+class Multiplied(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the rows of all products with the head."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.rows = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket is torch.ops.aten.addmm and args[1].shape[1:] == (D,):
+            self.rows += len(args[1])
+        return func(*args, **(kwargs or {}))
+
+
+@given(st.lists(st.booleans(), min_size=ROWS_OF_ALL, max_size=ROWS_OF_ALL), st.integers(1, 20),
+       st.integers(1, 20))  # fmt: skip
+def test_any_rows_may_be_ignored(ignored: list[bool], chunk: int, tile: int) -> None:
+    args, kwargs = with_labels(ignoring(ignored))
+    call = (*args[:3], chunk, tile), kwargs
+    for new, old in zip(results_of(call), of_all_rows(call), strict=True):
+        torch.testing.assert_close(new, old, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("count", [0, 1, 20, 33, 49, 50])
+def test_in_low_precision(dtype: torch.dtype, count: int) -> None:
+    call = with_labels(ignoring(torch.arange(ROWS_OF_ALL) >= count), dtype)
+    most = 1e-5 if dtype is torch.float32 else 2e-2
+    for new, old in zip(results_of(call), of_all_rows(call), strict=True):
+        scale = float(old.abs().max())
+        torch.testing.assert_close(new.double(), old.double(), rtol=most, atol=most * scale)
+
+
+def test_memory_is_the_same_for_any_number() -> None:
+    """To the byte what is said; labels in any order."""
+    order = torch.randperm(ROWS_OF_ALL, generator=torch.Generator().manual_seed(0))
+    for count in (0, 1, 20, 33, 49, 50):
+        args, kwargs = call = with_labels(ignoring(order >= count), torch.float32)
+        made = sum(one.nbytes for one in results_of(call))
+        peak = measure_peak(lambda call=call: results_of(call)).above_start_bytes  # type: ignore[misc]
+        said = kernels.WORKSPACES[ROWS](*args, **kwargs, measure=kernels.unmeasured)
+        assert peak - made == said
+
+
+@pytest.mark.parametrize(
+    ("count", "computed"), [(50, 50), (49, 50), (33, 39), (14, 26), (13, 13), (1, 13), (0, 50)]
+)
+def test_what_is_ignored_is_not_computed(count: int, computed: int) -> None:
+    """A chunk, and here a tile, has 13 rows. Where no row counts, all are computed."""
+    args, kwargs = with_labels(ignoring(torch.arange(ROWS_OF_ALL) >= count))
+    assert args[3:5] == (16, 16)
+    with Multiplied() as seen:
+        kernels.IMPLEMENTATIONS[ROWS](*args, **kwargs)
+    assert seen.rows == computed
+
+
+def test_a_row_that_is_ignored_may_hold_anything() -> None:
+    """It adds nothing; computed, it would make NaN of every sum."""
+    step = traced(torch.float64)
+    (name,) = (n for n, v in step.inputs.items() if getattr(v, "shape", ()) == (ROWS_OF_ALL, D))
+    x = step.inputs[name].clone()
+    x[3], x[7] = float("nan"), float("inf")
+    y = ignoring([row in (3, 7, 8) or row > 20 for row in range(ROWS_OF_ALL)])
+    call = with_labels(y, **{name: x})
+    assert any(one.isnan().any() for one in of_all_rows(call))
+    kept = with_labels(y)
+    for new, old in zip(results_of(call), of_all_rows(kept), strict=True):
+        torch.testing.assert_close(new, old, rtol=1e-12, atol=1e-14)
+
+
+def test_a_small_call_on_a_gpu_looks_for_nothing() -> None:
+    """There it would have to wait for the labels."""
+    args, _ = with_labels(labels(ROWS_OF_ALL))
+    program_ = parse(args[2])
+    assert program_.ignored is not None
+    on_gpu = [[one.to("meta") for one in part] for part in args[:2]]
+    without = dump(replace(program_, ignored=None))
+    said = (
+        kernels.WORKSPACES[ROWS](*on_gpu, text, *args[3:], measure=kernels.unmeasured)
+        for text in (args[2], without)
+    )
+    assert len({*said}) == 1

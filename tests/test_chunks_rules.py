@@ -1,21 +1,42 @@
-"""Regions computed for a few rows at a time: same values, same gradients, in every form."""
+"""Losses a few rows at a time: which are found, which rows they leave out, and in a step."""
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import fx, nn
 
-from fxremat.passes.variants.chunks.rules import CHUNKED_ATTENTION, CHUNKED_LOSS, CHUNKED_MLP
+from fxremat.memory.measured_peak import measure_peak
+from fxremat.passes.variants.chunks.ignored_rows import Known, Value, result_of
+from fxremat.passes.variants.chunks.rules import CHUNKED_ATTENTION, CHUNKED_LOSS, CHUNKED_MLP, RULES
+from fxremat.passes.variants.insertion import Rule
+from fxremat.runtime import kernels
 from fxremat.runtime.chunks.operator import ROWS
 from fxremat.runtime.chunks.program import parse
+from tests.conftest import Golden
 from tests.graphs import Net, calls
-from tests.row_nets import WEIGHTS, D, Gated, V, head, labels, rows, up_and_down, z_loss
-from tests.row_sites import all_names, check, taken, trace
+from tests.row_nets import (
+    LOSS,
+    STEPS,
+    WEIGHTS,
+    D,
+    V,
+    gated,
+    head,
+    labels,
+    rows,
+    traced_step,
+    up_and_down,
+    z_loss,
+)
+from tests.row_sites import Traced, all_names, check, real, taken, trace
 from tests.variants import sites
+
+# --- rules --------------------------------------------------------------------------------
 
 
 def written_out(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -129,7 +150,7 @@ def test_few_rows(count: int) -> None:
         check(net, (rows(count, D), labels(count)), CHUNKED_LOSS)
 
 
-# --- MLP -----------------------------------------------------------------------------------------
+# --- MLP ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("activation", [nn.GELU, nn.SiLU, nn.ReLU, nn.Tanh])
@@ -139,15 +160,15 @@ def test_mlp(activation: type[nn.Module]) -> None:
 
 
 def test_gated_mlp() -> None:
-    check(Gated(), (rows(3, 17, D),), CHUNKED_MLP)
+    check(gated(), (rows(3, 17, D),), CHUNKED_MLP)
 
 
 def test_two_mlps_have_their_own_sites() -> None:
-    names = all_names(nn.Sequential(Gated(), Gated()), (rows(64, D),))
+    names = all_names(nn.Sequential(gated(), gated()), (rows(64, D),))
     assert len({name.split()[1] for name in names}) == 2
 
 
-# --- attention -----------------------------------------------------------------------------------
+# --- attention ----------------------------------------------------------------------------
 
 
 def attention(m: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
@@ -174,7 +195,7 @@ def test_attention_of_a_projection() -> None:
     check(net, (rows(2, 24, D),), CHUNKED_ATTENTION)
 
 
-# --- left alone ----------------------------------------------------------------------------------
+# --- left alone ---------------------------------------------------------------------------
 
 
 def test_sums_along_rows() -> None:
@@ -205,3 +226,201 @@ def test_convolutions_are_left_to_their_own_rule() -> None:
     found = all_names(net, (rows(20, 3, 8, 8),))
     assert found
     assert all(name.startswith("chunked_convolutions ") for name in found)
+
+
+# --- ignored rows -------------------------------------------------------------------------
+
+
+COUNT = 50
+MASK = (labels(COUNT) > 40).float()
+Y = labels(COUNT, ignored=True)
+
+
+def log_probabilities(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Of the label of each row, as those who train by preferences or rewards write it."""
+    picked = logits.gather(-1, y.unsqueeze(-1)).squeeze(-1)
+    return picked - torch.logsumexp(logits, -1)
+
+
+def masked(m: Any, x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return -(log_probabilities(m.head(x), y) * mask).sum() / mask.sum()
+
+
+def masked_by_label(m: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    counts = y != -100
+    found = log_probabilities(m.head(x), torch.where(counts, y, 0))
+    return -(found * counts).sum() / counts.sum()
+
+
+def weighted(m: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(m.head(x), y, weight=WEIGHTS.to(x.dtype), label_smoothing=0.1)
+
+
+LEFT_OUT: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "another number": (lambda m, x, y: F.cross_entropy(m.head(x), y, ignore_index=3), (Y % 9,)),
+    "smoothing and weights": (weighted, (Y,)),
+    "nll": (lambda m, x, y: F.nll_loss(F.log_softmax(m.head(x) / 2, -1), y), (Y,)),
+    "mask of numbers": (masked, (labels(COUNT), MASK.long())),
+    "mask of truth": (masked, (labels(COUNT), MASK.bool())),
+}
+CHECKED: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "mask": (masked, (labels(COUNT), MASK)),
+    "mask by label": (masked_by_label, (Y,)),
+    "no mask": (masked, (labels(COUNT), torch.zeros(COUNT))),
+}
+"""Zero times the gradient of a mean over nothing is NaN in every row, and stays so."""
+COMPUTED: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "z": (lambda m, x, y: z_loss(m.head(x), y), (Y,)),
+    "two labels": (
+        lambda m, x, y: F.cross_entropy(m.head(x), y) + F.cross_entropy(m.head(x), y.flip(0)),
+        (Y,),
+    ),
+    "seen": (
+        lambda m, x, y, mask: (
+            (found := log_probabilities(m.head(x), y)).detach(),
+            (found * mask).sum(),
+        ),
+        (labels(COUNT), MASK),
+    ),
+}
+
+
+def ignored(graph: Any) -> list[Any]:
+    """What the calls of a graph say of rows that are left out."""
+    return [parse(str(call.args[2])).ignored for call in calls(graph, ROWS)]
+
+
+@pytest.mark.parametrize("name", LEFT_OUT)
+def test_rows_are_left_out_of_all_loops(name: str) -> None:
+    loss, given = LEFT_OUT[name]
+    joint = trace(Net(loss, head=head()), (rows(COUNT, D), *given)).joint
+    found = sites(CHUNKED_LOSS, joint)
+    assert any("at once" in site.name for site in found)
+    assert all(None not in ignored(taken(joint, site).module.graph) for site in found)
+
+
+@pytest.mark.parametrize("name", CHECKED)
+def test_masked_rows(name: str) -> None:
+    loss, given = CHECKED[name]
+    graphs = check(Net(loss, head=head()), (rows(COUNT, D), *given), CHUNKED_LOSS)
+    assert all(None not in ignored(graph) for graph in graphs.values())
+
+
+@pytest.mark.parametrize("name", COMPUTED)
+def test_rows_that_matter_are_computed(name: str) -> None:
+    loss, given = COMPUTED[name]
+    joint = trace(Net(loss, head=head()), (rows(COUNT, D), *given)).joint
+    found = sites(CHUNKED_LOSS, joint)
+    assert found
+    assert all({*ignored(taken(joint, site).module.graph)} == {None} for site in found)
+
+
+def test_shifted_labels_that_are_left_out() -> None:
+    """As trainers do it; few of them count."""
+    y = labels(4, 16)
+    y.view(-1)[:60] = -100
+    net = Net(hugging_face, head=head(False))
+    graphs = check(net, (rows(4, 16, D), y, torch.tensor(60)), CHUNKED_LOSS)
+    assert all(None not in ignored(graph) for graph in graphs.values())
+
+
+ZERO, ONE = Known(0.0), Known(1.0)
+
+
+@pytest.mark.parametrize(
+    ("op", "args", "result"),
+    [
+        ("aten.mul.Tensor", (ZERO, None), ZERO),
+        ("aten.mul.Tensor", (None, 0.0), None),
+        ("aten.mul.Tensor", (ONE, None), None),
+        ("aten.logical_and.default", (None, Known(False)), Known(False)),
+        ("aten.bitwise_and.Tensor", (Known(True), None), None),
+        ("aten.div.Tensor", (ZERO, None), None),
+        ("aten.div.Tensor", (ZERO, 2.0), ZERO),
+        ("aten.add.Tensor", (ONE, ONE), Known(2.0)),
+        ("aten.where.self", (Known(False), None, ONE), ONE),
+        ("aten.where.self", (None, ONE, ONE), ONE),
+        ("aten.where.self", (None, ONE, None), None),
+        ("aten.sum.dim_IntList", (ZERO, (1,), True), ZERO),
+        ("aten.sum.dim_IntList", (ONE, (1,), True), None),
+        ("aten.scatter_add.default", (ZERO, 1, None, ZERO), ZERO),
+        ("aten.scatter_add.default", (ZERO, 1, None, None), None),
+        ("aten.scatter.value", (ZERO, 1, None, 1.0), None),
+        ("aten.mm.default", (ZERO, None), ZERO),
+        ("aten.addmm.default", (None, ZERO, None), None),
+        ("aten.exp.default", (ZERO,), ONE),
+        ("aten.amax.default", (ONE, (1,), True), ONE),
+    ],
+)
+def test_what_follows_for_an_operator(op: str, args: tuple[Any, ...], result: Value) -> None:
+    dtype = torch.bool if "_and" in op else torch.float32
+    assert result_of(op, args, {}, dtype) == result
+    assert result_of(op, args, {"alpha": 2}, dtype) is None
+
+
+# --- regions ------------------------------------------------------------------------------
+
+
+def test_unknown_sizes_are_left_alone() -> None:
+    seen, inputs = Traced(), (rows(50, D), labels(50))
+    for tensor in inputs:
+        torch._dynamo.mark_dynamic(tensor, 0)
+    seen.compiled(LOSS)(*inputs)
+    assert sites(CHUNKED_LOSS, seen.joint) == []
+
+
+def block() -> Net:
+    """Attention without heads, and an MLP."""
+
+    def step(m: Any, x: torch.Tensor) -> Any:
+        return x + m.mlp(m.norm(x + F.scaled_dot_product_attention(x, x, x)))
+
+    return Net(step, norm=nn.LayerNorm(D), mlp=up_and_down(nn.GELU))
+
+
+@pytest.mark.slow
+def test_a_deep_net_is_looked_at_fast() -> None:
+    """Each layer has its own region; the stream between layers is none."""
+    torch.manual_seed(1)
+    step = nn.Sequential(*(block() for _ in range(12)))
+    started = time.process_time()
+    joint = trace(step, (rows(4, 32, D),)).joint
+    seen = time.process_time()
+    found = {site.name.split()[1] for rule in RULES for site in rule.find(joint)}
+    assert len(found) == 12
+    # Of twice as many layers it may take as long as the trace: work that grows with the square is
+    # seen. In one run, so that a busy machine changes both.
+    assert 2 * (time.process_time() - seen) < seen - started
+
+
+def with_sites(name: str, *rules: Rule) -> list[fx.Graph]:
+    """The graphs of a step with one of the first two sites of each rule."""
+    joint = traced_step(name)
+    found = [site for rule in rules for site in sites(rule, joint)[:2]]
+    return [taken(joint, site).module.graph for site in found]
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_memory_of_every_call_is_known_to_the_byte(name: str) -> None:
+    graphs = with_sites(name, CHUNKED_LOSS, CHUNKED_MLP)
+    assert graphs
+    for graph in graphs:
+        for call in calls(graph, ROWS):
+            assert_memory_is_known(call)
+
+
+def assert_memory_is_known(call: fx.Node) -> None:
+    """The workspace of a call is what it really takes."""
+    args = [real(a) for a in fx.map_arg(call.args, lambda n: n.meta["val"])]
+    made = sum(t.nbytes for t in ROWS(*args))
+    peak = measure_peak(lambda: ROWS(*args)).above_start_bytes
+    assert kernels.WORKSPACES[ROWS](*args, measure=kernels.unmeasured) == peak - made
+
+
+def test_graph_of_a_loss_before_and_after(golden: Golden) -> None:
+    step = Net(lambda m, x, y: F.cross_entropy(m.head(x), y), head=head(False))
+    joint = trace(step, (rows(50, D), labels(50))).joint
+    texts = [f"before\n\n{joint.module.graph}"]
+    for site in sites(CHUNKED_LOSS, joint)[:2]:
+        texts.append(f"{site.name}\n\n{taken(joint, site).module.graph}")
+    golden("\n\n".join(texts))

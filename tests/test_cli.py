@@ -5,16 +5,20 @@ from __future__ import annotations
 import io
 import json
 import os
+import pickle
 import re
 import signal
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+import torch
 
+import fxremat
 from fxremat import planner
 from fxremat.cli import main
 from fxremat.cli.arguments import Budget, read_budget
@@ -26,8 +30,18 @@ from fxremat.core.timeline import replay
 from fxremat.planner import SolverOptions
 from fxremat.planner.plans import make_plan
 from fxremat.planner.solvers import Progress
+from fxremat.report.exports import chrome_trace, memory_snapshot
+from fxremat.report.files import write_report
+from fxremat.report.page import page_of
+from fxremat.sizes import format_bytes
 from tests.chains import chain_with_copies, phased_chain, skipping
 from tests.conftest import Golden
+from tests.pages import small_front
+from tests.small import stack_and_input
+from tests.step_reports import moving, planned
+
+# --- cli ----------------------------------------------------------------------------------
+
 
 STORE_ALL = 33  # bytes of `phased_chain(8)`
 
@@ -43,7 +57,7 @@ def without_times(text: str) -> str:
     return re.sub(r"(?m)^(seconds +)[0-9.]+$", r"\1...", text)
 
 
-# --- solve and check ---------------------------------------------------------------------
+# --- solve and check ----------------------------------------------------------------------
 
 
 def test_solve_text(
@@ -176,7 +190,7 @@ def test_ctrl_c_outside_of_solving(
     assert capsys.readouterr().err == "fxremat: interrupted\n"
 
 
-# --- budgets -----------------------------------------------------------------------------
+# --- budgets ------------------------------------------------------------------------------
 
 
 def test_budgets() -> None:
@@ -187,7 +201,7 @@ def test_budgets() -> None:
     assert replay(phased_chain(8), phased_chain(8).base_steps()).peak_bytes == STORE_ALL
 
 
-# --- progress ----------------------------------------------------------------------------
+# --- progress -----------------------------------------------------------------------------
 
 
 class Terminal(io.StringIO):
@@ -227,7 +241,7 @@ def test_progress_is_shown_on_a_terminal_only(
     assert stream.getvalue() == (shown if terminal else "")
 
 
-# --- pareto ------------------------------------------------------------------------------
+# --- pareto -------------------------------------------------------------------------------
 
 
 def test_pareto(problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -253,7 +267,7 @@ def test_pareto_alone(problem: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "within" not in capsys.readouterr().out
 
 
-# --- what is refused -----------------------------------------------------------------------
+# --- what is refused ----------------------------------------------------------------------
 
 REFUSED: dict[str, list[str]] = {
     "no command": [],
@@ -335,3 +349,125 @@ def test_choices_are_named(arguments: list[str], capsys: pytest.CaptureFixture[s
     error = capsys.readouterr().err
     assert re.search("solve|aot_eager", error)
     assert error.count("\n") == 1
+
+
+# --- info ---------------------------------------------------------------------------------
+
+
+def test_info(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Versions, devices, what is supported, caches with their sizes, and what is set."""
+    inductor = tmp_path / "inductor"
+    (inductor / "fxremat").mkdir(parents=True)
+    (inductor / "code.py").write_bytes(b"x" * 100)
+    (inductor / "fxremat" / "plan.json").write_bytes(b"x" * 10)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(inductor))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "none"))
+    monkeypatch.setenv("FXREMAT_SOLVER", "greedy")
+    monkeypatch.setenv("FXREMAT_SLOVER", "greedy")
+    assert main(["info", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["versions"]["fxremat"] == fxremat.__version__
+    assert found["versions"]["torch"] == torch.__version__
+    assert found["devices"][-1]["name"] == "cpu"
+    assert found["devices"][-1]["bytes"] > 2**20
+    assert found["support"]["ROCm"] == "not tried"
+    assert [one["bytes"] for one in found["caches"]] == [110, 10, 0]
+    assert found["settings"]["FXREMAT_SOLVER"] == "greedy"
+    assert "there is no such option" in found["settings"]["FXREMAT_SLOVER"]
+    assert main(["info"]) == 0
+    printed = capsys.readouterr().out
+    assert f"10 B in {inductor / 'fxremat'}" in printed
+    assert re.search(r"FXREMAT_SLOVER +greedy \(there is no such option\)", printed)
+
+
+def test_what_is_not_supported_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.setattr(torch.xpu, "is_available", lambda: True)
+    assert main(["info", "--json"]) == 0
+    support = json.loads(capsys.readouterr().out)["support"]
+    assert support["ROCm"] == "not tried, and this is one"
+    assert support["XPU"] == "not supported, and this is one"
+    assert support["CPU"] == "yes"
+
+
+# --- explain ------------------------------------------------------------------------------
+
+
+def test_files_of_two_graphs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    reports = [planned(), replace(moving(), graph=1)]
+    for report in reports:
+        write_report(str(tmp_path), report)
+    front = tmp_path / "front.json"
+    front.write_text(json.dumps(small_front().to_json()))
+    page, trace, snapshot = (tmp_path / name for name in ("a.html", "a.json", "a.pickle"))
+    given = [str(tmp_path / f"graph_{n}.report.json") for n in (0, 1)]
+    assert main(["page", str(page), *given, "--front", str(front)]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith(planned().summary())
+    assert f"written   {page}" in printed
+    viewers = ["--perfetto", str(trace), "--memory-viz", str(snapshot)]
+    assert main(["explain", *given, *viewers]) == 0
+    assert page.read_text() == page_of(reports, small_front())
+    assert json.loads(trace.read_text()) == chrome_trace(reports)
+    assert pickle.loads(snapshot.read_bytes()) == memory_snapshot(reports)
+    printed = capsys.readouterr().out
+    assert printed.startswith(str(planned()))
+    assert f"written   {trace}" in printed
+
+
+@pytest.mark.parametrize(
+    ("report", "asked", "said"),
+    [
+        ("{}", "explain report.json", "no report of this version of fxremat"),
+        ("[]", "explain report.json", "no report of this version of fxremat"),
+        ("{", "page out.html report.json", "not JSON"),
+        (None, "page out.html report.json", "No such file"),
+        ("{}", "page out.html report.json --front report.json", "no front; pareto --out writes"),
+        ("[]", "page out.html report.json --front report.json", "no front; pareto --out writes"),
+    ],
+)
+def test_files_are_refused_in_one_line(
+    report: str | None, asked: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    if report is not None:
+        Path("report.json").write_text(report)
+    assert main(asked.split()) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+    assert not list(tmp_path.glob("out.*"))
+
+
+def test_a_file_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_report(str(tmp_path), planned())
+    given = [str(tmp_path / "graph_0.report.json"), "--memory-viz", str(tmp_path / "no" / "file")]
+    assert main(["explain", *given]) == 2
+    assert "No such file or directory" in capsys.readouterr().err
+
+
+def test_a_step_is_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The report is that of `fxremat.explain`; what does not fit is refused in one line."""
+    monkeypatch.setenv("FXREMAT_VARIANTS", "none")
+    monkeypatch.setenv("FXREMAT_SOLVER", "greedy")
+    step = ["tests.small:stack_and_input", "--device", "cpu", "--optimizer", "none"]
+    page = tmp_path / "step.html"
+    assert main(["page", str(page), *step, "--budget", "1MiB"]) == 0
+    assert page.read_text().startswith("<!")
+    printed = capsys.readouterr().out
+    model, given = stack_and_input()
+    (graph,) = fxremat.explain(model, *given, memory_budget="1MiB").graphs
+    peak = f"-> {format_bytes(graph.predicted_peak_bytes)} of 1.00 MiB"
+    assert peak in printed
+    assert main(["explain", *step, "--budget", "1B"]) == 1
+    printed = capsys.readouterr().err
+    assert "the least that fxremat can plan is" in printed
+    assert "What to do: set memory_budget=" in printed
+    assert printed.count("\n") == 1

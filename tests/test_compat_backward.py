@@ -1,16 +1,21 @@
-"""What autograd says of the backward that is running."""
+"""Torch's joint graph and backward: how it is cut, what is donated, what is dropped."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
+from torch._inductor import compile_fx
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.nets.language import GPT
 from fxremat.compat.backward import (
     leaves_of_one_edge,
     leaves_of_one_node,
@@ -20,6 +25,28 @@ from fxremat.compat.backward import (
     saved_before,
     watch_backwards,
 )
+from fxremat.compat.compilers import compile_with_aot_eager
+from fxremat.compat.configuration import PARTITIONER, functorch_config, inductor_config
+from fxremat.compat.inductor.generated_code import code_key, generate
+from fxremat.compat.joint_graph import (
+    donatable,
+    donate,
+    donated_inputs,
+    must_be_in_backward,
+    must_be_in_forward,
+    mutated_input_of,
+    saved_names,
+    torch_partition,
+    user_tag,
+    without_user_tags,
+)
+from fxremat.passes.halves import DonateSaved
+from tests import nets
+from tests.compat_graphs import ATEN, Cut, X, half
+from tests.graphs import Capture, Net, batch, compiled, everything_again
+from tests.small import Convolutions, seeded
+
+# --- backward -----------------------------------------------------------------------------
 
 
 class Product(torch.autograd.Function):
@@ -125,3 +152,243 @@ def test_what_eager_nodes_have_saved() -> None:
     torch.autograd.backward(z.sum())
     assert saved_before([z]) == []
     assert saved_before([x]) == []
+
+
+# --- donation -----------------------------------------------------------------------------
+
+
+def classifier() -> Net:
+    """The cross-entropy of logits."""
+
+    def loss(net: Any, x: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(net.head(x), torch.zeros(len(x), dtype=torch.int64))
+
+    return Net(loss, head=nn.Linear(64, 500))
+
+
+LOGITS = "empty_strided_cpu((32, 500)"
+
+
+def test_the_gradient_of_logits_is_written_over_them() -> None:
+    """The same backward allocates a gradient of its own before, and none after it is marked."""
+    codes: list[str] = []
+    keys: list[str | None] = []
+
+    def step(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
+        names = donatable(forward, backward, 1)
+        assert "addmm" in names
+        assert not any(name.startswith("primals") for name in names)
+        saved = saved_names(backward)
+        for marked in ((), ("addmm",)):
+            donate(backward, marked)
+            keys.append(code_key(backward, is_backward=True))
+            codes.append(generate(backward, is_backward=True).source)
+        assert saved_names(backward) == saved
+        assert donated_inputs(backward) == [saved.index("addmm")]
+        backward.graph.lint()
+
+    half(classifier(), step)
+    assert [LOGITS in code for code in codes] == [True, False]
+    assert None not in keys
+    assert keys[0] != keys[1]  # else Inductor's cache would give the one for the other
+
+
+def test_both_halves_are_marked_where_buffers_are_donated() -> None:
+    """The backward writes over the logits, and the forward may lay out its results as it likes."""
+
+    def step(forward: fx.GraphModule, backward: fx.GraphModule) -> tuple[str | None, ...]:
+        before = code_key(forward, is_backward=False)
+        assert DonateSaved(backward, 1).call(forward).modified
+        saved = saved_names(backward)
+        assert "addmm" in [saved[index] for index in donated_inputs(backward)]
+        return before, code_key(forward, is_backward=False)
+
+    keys = half(classifier(), step)
+    assert None not in keys
+    assert keys[0] != keys[1]
+
+
+def views(x: torch.Tensor) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Halves whose forward saves an exponential, a view of it, a view of its input and a sine."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    def forward(x: torch.Tensor) -> Any:
+        exponential = x.exp()
+        return x.cos(), exponential, exponential.view(-1), x.view(-1), x.sin()
+
+    def backward(a: Any, b: Any, c: Any, d: Any) -> Any:
+        return (a * d + (b * c).view(a.shape),)
+
+    made = make_fx(forward, tracing_mode="fake")(x)
+    results: Any = made.graph.output_node().args[0]
+    mode = results[0].meta["val"].fake_mode
+    with mode:
+        second = make_fx(backward)(*(node.meta["val"] for node in results[1:]))
+    return made, second
+
+
+def test_what_shares_its_memory_is_not_donated() -> None:
+    """Neither what is a view of an input, nor two saved tensors of one storage."""
+    forward, backward = views(torch.randn(4, 4))
+    assert donatable(forward, backward, 1) == ("sin",)
+    assert donatable(forward, backward, 5) == ()
+
+
+def test_nothing_is_donated_where_the_user_forbids_it() -> None:
+    with functorch_config.patch(donated_buffer=False):
+        names = half(classifier(), lambda forward, backward: donatable(forward, backward, 1))
+    assert names == ()
+
+
+@pytest.mark.parametrize("donates", [False, True])
+def test_a_backward_that_donates_runs_once(donates: bool) -> None:
+    """torch itself refuses to keep its graph; without marks it may be kept, as torch would not."""
+
+    def partition(module: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
+        forward, backward = torch_partition(module, inputs, **kwargs)
+        if donates:
+            donate(backward, donatable(forward, backward, kwargs["num_fwd_outputs"]))
+        return forward, backward
+
+    def backend(gm: fx.GraphModule, inputs: Any) -> Any:
+        return compile_with_aot_eager(gm, inputs, partition)
+
+    model = classifier()
+    torch._dynamo.reset()
+    call = torch.compile(model, backend=backend)
+    call(batch(32, 64)).backward()
+    loss = call(batch(32, 64))
+    if donates:
+        with pytest.raises(RuntimeError, match="retain_graph=False"):
+            loss.backward(retain_graph=True)
+    else:
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+
+# --- partitioning -------------------------------------------------------------------------
+
+
+Inputs = tuple[torch.Tensor, ...]
+Halves = tuple[fx.GraphModule, fx.GraphModule]
+Make = Callable[[], tuple[nn.Module, Inputs]]
+Partition = Callable[..., Any]
+
+
+class Stop(Exception):
+    """Ends a compilation once the graph is cut."""
+
+
+def gpt() -> tuple[nn.Module, Inputs]:
+    """A small GPT, and its tokens and targets."""
+    model = GPT(layers=1, width=16, heads=2, length=8, vocabulary=50)
+    return model, model.sample(2, torch.Generator().manual_seed(0))
+
+
+def cnn() -> tuple[nn.Module, Inputs]:
+    """Convolutions with BatchNorm, and images."""
+    model, images = seeded(Convolutions, 2, 3, 8, 8)
+    return model, (images,)
+
+
+def cut_by_inductor(make: Make, partition: Partition | None = None, **patches: Any) -> Halves:
+    """The halves that Inductor gets from ``partition``, or from its own; compiles no further."""
+    found: list[Halves] = []
+
+    def noting(own: Partition) -> Partition:
+        def cut(module: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
+            found.append(own(module, inputs, **kwargs))
+            raise Stop
+
+        return cut
+
+    inductor: Any = compile_fx
+    own = inductor.min_cut_rematerialization_partition
+    patches |= {"force_disable_caches": True}
+    if partition is not None:
+        patches[PARTITIONER] = Cut(noting(partition))
+    torch._dynamo.reset()
+    model, inputs = make()
+    with (
+        mock.patch.object(compile_fx, "min_cut_rematerialization_partition", noting(own)),
+        inductor_config.patch(patches),
+        pytest.raises(Exception, match="Stop"),
+    ):
+        torch.compile(model)(*inputs)
+    (halves,) = found
+    return halves
+
+
+def saved_bytes(backward: fx.GraphModule) -> int:
+    values = [node.meta["val"] for node in backward.graph.nodes if node.op == "placeholder"]
+    return sum(value.untyped_storage().nbytes() for value in values)
+
+
+@pytest.mark.parametrize("make", [gpt, cnn])
+def test_torch_partition_cuts_as_torch_compile_does(make: Make) -> None:
+    """The very same halves, also where the user asks for less to be saved."""
+    sizes = []
+    for budget in (1.0, 0.5):
+        with functorch_config.patch(activation_memory_budget=budget):
+            plain, ours = cut_by_inductor(make), cut_by_inductor(make, torch_partition)
+        assert [str(half.graph) for half in ours] == [str(half.graph) for half in plain]
+        assert saved_names(ours[1]) == saved_names(plain[1])
+        assert saved_bytes(ours[1]) == saved_bytes(plain[1])
+        sizes.append(saved_bytes(ours[1]))
+    assert sizes[1] < sizes[0]
+
+
+# --- joint graph --------------------------------------------------------------------------
+
+
+def call(target: Any, *inputs: torch.Tensor) -> fx.Node:
+    """A node that calls ``target``, in a graph of its own."""
+    graph = fx.Graph()
+    return graph.call_function(target, tuple(graph.placeholder("x") for _ in inputs))
+
+
+def test_where_a_node_must_be() -> None:
+    copy = call(ATEN.copy_.default, X, X.clone())
+    assert must_be_in_forward(copy)
+    assert not must_be_in_backward(copy)
+    copy.meta["partitioner_tag"] = "is_backward"
+    assert must_be_in_backward(copy)
+    assert not must_be_in_forward(copy)
+    plain = call(ATEN.sin.default, X)
+    assert not must_be_in_forward(plain)
+    plain.meta["partitioner_tag"] = "must_be_in_forward"
+    assert must_be_in_forward(plain)
+    plain.meta["partitioner_tag"] = "must_be_in_backward"
+    assert must_be_in_backward(plain)
+
+
+def overwrite_after(x: torch.Tensor) -> torch.Tensor:
+    """The new content of the input has a gradient: AOTAutograd writes it after the graph."""
+    result = x.exp()
+    x.mul_(2)
+    return result
+
+
+def test_mutated_input_of_one_that_is_overwritten_after_the_graph() -> None:
+    seen = Capture(everything_again)
+    run = compiled(overwrite_after, seen)
+    leaf = batch(4, 8).requires_grad_()
+    given = leaf * 1
+    (run(given).sum() + given.sum()).backward()
+    torch.testing.assert_close(leaf.grad, batch(4, 8).exp() + 2)
+    descriptions = seen.joint.module.graph.output_node().meta["desc"]
+    assert any(mutated_input_of(d) is not None for d in descriptions)
+    assert len(seen.joint.mutated) == 1
+
+
+def test_tags_are_taken_off_a_copy() -> None:
+    """All else is as it was, and so is the graph that they are taken off."""
+    module = nets.traced("save nothing").joint.module
+    tagged = [node.name for node in module.graph.nodes if user_tag(node)]
+    copy = without_user_tags(module)
+    assert tagged
+    assert tagged == [node.name for node in module.graph.nodes if user_tag(node)]
+    assert not any(user_tag(node) for node in copy.graph.nodes)
+    assert copy.graph.python_code("self").src == module.graph.python_code("self").src
+    for one, other in zip(module.graph.nodes, copy.graph.nodes, strict=True):
+        assert one.meta.keys() - other.meta.keys() <= {"recompute", "ac_graph_id"}

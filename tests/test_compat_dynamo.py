@@ -1,18 +1,24 @@
-"""What Dynamo says of the graph that it compiles."""
+"""What of Dynamo and of torch's settings is used: contexts, logs, compilers and stacks."""
 
 from __future__ import annotations
 
 import logging
+import pickle
+import subprocess
 import sys
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import fx, nn
 from torch._dynamo.testing import CompileCounter
+from torch._logging import _internal as torch_logs
 from torch.utils.checkpoint import checkpoint
 
+from fxremat.compat.configuration import chain_passes, inductor_patches
 from fxremat.compat.dynamo import (
+    calling_modules,
     checkpointed_regions,
     compile_in_training,
     compile_parts,
@@ -27,7 +33,11 @@ from fxremat.compat.dynamo import (
     more_follow,
     unwrapped,
 )
+from fxremat.compat.logs import GRAPH_LOG, PLAN_LOG, artifact_logger, trace_artifact
 from tests.compat_graphs import X
+from tests.graphs import Net
+
+# --- dynamo -------------------------------------------------------------------------------
 
 
 def noting(seen: list[Any], note: Callable[..., Any]) -> Callable[..., Any]:
@@ -50,20 +60,20 @@ def test_errors_that_dynamo_waits_for() -> None:
     assert not is_for_dynamo(ValueError("ours"))
 
 
-class Logs(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        LOG.warning("a message")
-        return x * 2
-
-
 LOG = logging.getLogger(__name__)
 
 
 def test_what_is_logged_ends_no_graph_if_it_is_left_out() -> None:
     counted = CompileCounter()
+
+    def log(net: Any, x: torch.Tensor) -> torch.Tensor:
+        LOG.warning("a message")
+        return x * 2
+
+    logging_net = Net(log)
     with torch._dynamo.config.patch(ignore_logging_functions=set()):
         leave_out_logs([logging.Logger.warning])
-        torch.compile(Logs(), backend=counted, fullgraph=True)(X)
+        torch.compile(logging_net, backend=counted, fullgraph=True)(X)
     assert counted.frame_count == 1
 
 
@@ -178,21 +188,16 @@ def test_regions_that_run_again_are_counted_also_inside_of_each_other() -> None:
     assert seen == [0, 1, 2]
 
 
-class Doubled(torch.nn.Module):
+class Doubled(nn.Linear):
     """A compiled part: twice a linear layer."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = torch.nn.Linear(4, 4)
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = 2 * self.linear(x)
-        return y
+        return 2 * super().forward(x)
 
 
 def parts_of_all_sorts() -> torch.nn.Sequential:
     """One part that is compiled in place, one that is wrapped, one that is not compiled."""
-    model = torch.nn.Sequential(Doubled(), Doubled(), Doubled())
+    model = torch.nn.Sequential(*(Doubled(4, 4) for _ in range(3)))
     model[0].compile(backend="eager")
     wrapped: Any = torch.compile(model[1], backend="eager")
     model[1] = wrapped
@@ -275,11 +280,7 @@ def test_what_is_compiled_in_training_only() -> None:
 
     torch._dynamo.reset()
 
-    class Own(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x.sin() * 2
-
-    model = Own()
+    model = Net(lambda net, x: x.sin() * 2)
     expected = model(X)
     compile_in_training(model, how)
     with torch.no_grad():
@@ -291,3 +292,115 @@ def test_what_is_compiled_in_training_only() -> None:
         torch.testing.assert_close(model(X), expected)
     assert len(compiled) == 1
     assert asked == [((X,), {})]
+
+
+# --- compilers ----------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_decompositions_find_what_they_look_up() -> None:
+    """A pooling is the first graph of a process: nothing has loaded Inductor's lowerings yet."""
+    script = (
+        "import torch, fxremat\n"
+        "pool = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3), torch.nn.MaxPool2d(2))\n"
+        "print(fxremat.explain(pool, torch.randn(1, 1, 8, 8)).predicted_peak_bytes)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert int(done.stdout) > 0
+
+
+# --- configuration ------------------------------------------------------------------------
+
+
+def test_inductor_patches() -> None:
+    assert inductor_patches(None, {}) == {}
+    assert inductor_patches("default", {"max-autotune": True}) == {"max_autotune": True}
+    tuned = inductor_patches("max-autotune-no-cudagraphs", {"epilogue_fusion": False})
+    assert tuned["max_autotune"] is True
+    assert tuned["epilogue_fusion"] is False
+
+
+class Recording:
+    """A pass that says that it ran."""
+
+    def __init__(self, name: str | None, ran: list[str | None]) -> None:
+        self.name, self.ran = name, ran
+
+    def __call__(self, graph: fx.Graph) -> None:
+        self.ran.append(self.name)
+
+    def uuid(self) -> str | None:
+        return self.name
+
+
+def test_chain_passes() -> None:
+    ran: list[str | None] = []
+    a, b, nameless = (Recording(name, ran) for name in ("a", "b", None))
+    assert chain_passes(None) is None
+    assert chain_passes(a) is a
+    chain = chain_passes([a, b])
+    chain(fx.Graph())
+    assert ran == ["a", "b"]
+    assert chain.uuid() == ("a", "b")
+    assert chain_passes([a, nameless]).uuid() is None
+    assert pickle.loads(pickle.dumps(chain)).uuid() == ("a", "b")
+
+
+# --- logs ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [PLAN_LOG, GRAPH_LOG])
+def test_artifact_logger(name: str) -> None:
+    logger = artifact_logger(name)
+    assert logger.name == f"fxremat.__{name}"
+    known: Any = torch_logs.log_registry
+    assert known.is_artifact(name)
+    assert known.is_off_by_default(name)
+    assert known.is_log("fxremat")
+    assert not logger.propagate  # nobody has asked for it
+
+
+def test_trace_artifact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it is to hold is made only where a trace is written."""
+    written: list[logging.LogRecord] = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "artifact" in record.__dict__["metadata"]:  # others are parts of a call stack
+                written.append(record)
+
+    def never() -> object:
+        raise AssertionError
+
+    monkeypatch.setattr(torch_logs.trace_log, "handlers", [])
+    trace_artifact("one", "json", never)
+    monkeypatch.setattr(torch_logs.trace_log, "handlers", [Handler()])
+    trace_artifact("two", "json", lambda: {"three": 4})
+    (record,) = written
+    metadata, payload = record.__dict__["metadata"], record.__dict__["payload"]
+    assert metadata["artifact"] == {"name": "two", "encoding": "json"}
+    assert payload.split() == ["{", '"three":', "4", "}"]
+
+
+# --- call stack ---------------------------------------------------------------------------
+
+
+def test_modules_whose_call_is_running() -> None:
+    seen: list[dict[torch.nn.Module, Any]] = []
+
+    class Inner(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append(calling_modules())
+            return x
+
+    inner = Inner()
+    outer = torch.nn.Sequential(torch.nn.Identity(), inner)
+    x = torch.ones(1)
+    outer(x)
+    (found,) = seen
+    assert list(found) == [outer, inner]
+    assert all(given is x for (given,) in found.values())
+    assert calling_modules() == {}

@@ -1,24 +1,42 @@
-"""Kernels, and what is asked about vectors, begun before Inductor waits for them."""
+"""Kernels that are compiled ahead, code that is lowered ahead, and the sizes that are tuned."""
 
 from __future__ import annotations
 
+import inspect
 import platform
 import subprocess
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import fx, nn
+from torch._dynamo.utils import counters
 from torch._inductor import async_compile, cpu_vec_isa
+from torch._inductor import config as torch_inductor_config
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.codecache import CppPythonBindingsCodeCache
+from torch._inductor.codegen import triton
 from torch._inductor.cpp_builder import CppBuilder
+from torch._inductor.graph import GraphLowering
+from torch._inductor.runtime import triton_heuristics
 
-from fxremat.compat.configuration import inductor_config
-from fxremat.compat.inductor import kernels
-from fxremat.compat.inductor.generated_code import Generated
-from fxremat.compat.inductor.kernels import begin_kernels, look_for_vectors
-from tests.test_compat_generated_code import GENERATED
+from fxremat.compat import compilers
+from fxremat.compat.compilers import compile_with_inductor
+from fxremat.compat.configuration import POST_GRAD_PASS, inductor_config
+from fxremat.compat.inductor import kernels, lowered_ahead
+from fxremat.compat.inductor.generated_code import Generated, generate
+from fxremat.compat.inductor.kernels import apart, begin_kernels, for_a_kernel, look_for_vectors
+from fxremat.compat.inductor.lowered_ahead import forget_lowered, hand_over
+from fxremat.compat.joint_graph import torch_partition
+from tests.compat_graphs import half, inductor_by
+from tests.graphs import batch
+from tests.test_compat_tensors import GENERATED
+
+# --- kernels ahead ------------------------------------------------------------------------
 
 
 class Kind:
@@ -39,10 +57,7 @@ class Kind:
 
 
 def test_look_for_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All kinds of this processor at the same time, with the configuration of now, and once.
-
-    Inductor waits for them where it asks.
-    """
+    """All kinds of this processor at the same time, with the configuration of now, and once."""
     found: dict[str, Any] = {}
     together = threading.Barrier(2)
     kinds = [Kind(name, together, found) for name in ("one two", "broken", "none of ours")]
@@ -194,3 +209,251 @@ def test_threads_that_begin_kernels_wait_for_one_another() -> None:
     other.join()
     assert entered.is_set()
     assert async_compile.AsyncCompile.cpp_pybinding is inductors
+
+
+# --- kernels ------------------------------------------------------------------------------
+
+
+def test_apart_from_what_is_being_compiled() -> None:
+    with inductor_config.patch({POST_GRAD_PASS: print}), torch.device("cpu"):
+        with for_a_kernel():
+            assert inductor_config.post_grad_custom_post_pass is None
+            assert type(torch.empty(1)) is not torch.Tensor
+            with apart():
+                assert type(torch.empty(1)) is torch.Tensor
+        assert inductor_config.post_grad_custom_post_pass is print
+
+
+# --- lowered ahead ------------------------------------------------------------------------
+
+
+Step = Callable[[fx.GraphModule, fx.GraphModule], None]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_handed_over() -> Iterator[None]:
+    torch._dynamo.reset()
+    forget_lowered()
+    yield
+    forget_lowered()
+
+
+@pytest.fixture
+def lowered(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """One for each graph that Inductor lowers from here on: whether it is a backward."""
+    seen, run = [], GraphLowering.run
+
+    def watched(self: GraphLowering, *inputs: Any) -> Any:
+        seen.append(self.is_backward)
+        return run(self, *inputs)
+
+    monkeypatch.setattr(GraphLowering, "run", watched)
+    return seen
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.5), nn.Linear(64, 64))
+
+
+def trained(model: nn.Module, between: Step) -> list[torch.Tensor]:
+    """Gradients of one step, compiled by Inductor; ``between`` sees the halves before it does."""
+
+    def partition(module: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
+        halves = torch_partition(module, inputs, **kwargs)
+        between(*halves)
+        return halves
+
+    torch._dynamo.reset()
+    torch.manual_seed(1)
+    torch.compile(model, backend=inductor_by(partition))(batch(32, 64)).square().sum().backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def ahead(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
+    """Generates both and hands them over."""
+    first = generate(forward, is_backward=False, seen_outputs=1, with_kernels=True)
+    names = [str(node) for node in forward.graph.output_node().args[0]]  # type: ignore[union-attr]
+    strides = {n: s for n, s in zip(names, first.strides, strict=True) if s is not None}
+    second = generate(backward, is_backward=True, input_strides=strides, with_kernels=True)
+    for one in (first, second):
+        assert one.lowered is not None
+        hand_over(one.lowered)
+
+
+def nothing(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
+    pass
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_it_is_lowered_once_and_computes_the_same(lowered: list[bool], threads: int) -> None:
+    """However many threads compile kernels."""
+    with inductor_config.patch(fx_graph_cache=False, compile_threads=threads):
+        expected = trained(net(), nothing)
+        assert lowered == [False, True]
+        found = trained(net(), ahead)
+    assert lowered == [False, True] * 2
+    assert not lowered_ahead._ready  # each is taken once
+    for mine, theirs in zip(found, expected, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def other_configuration(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
+    with inductor_config.patch(max_fusion_size=1):
+        ahead(forward, backward)
+
+
+def other_graph(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
+    ahead(forward, backward)
+    for module in (forward, backward):
+        call = next(n for n in module.graph.nodes if n.op == "call_function")
+        call._rename(call.name + "_other")
+
+
+@pytest.mark.parametrize("other", [other_configuration, other_graph])
+def test_what_is_another_is_lowered_anew(lowered: list[bool], other: Step) -> None:
+    with inductor_config.patch(fx_graph_cache=False):
+        trained(net(), other)
+    assert lowered == [False, True] * 2
+
+
+def test_who_wants_to_see_inductor_at_work_does() -> None:
+    def step(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
+        with inductor_config.patch({"trace.enabled": True}):
+            code = generate(forward, is_backward=False, with_kernels=True)
+            assert code.lowered is not None
+            hand_over(code.lowered)
+
+    half(net(), step)
+    assert not lowered_ahead._ready
+
+
+def test_the_counters_of_inductor_are_those_of_one_compilation() -> None:
+    """What was generated ahead is not counted twice."""
+    with inductor_config.patch(fx_graph_cache=False):
+        counters.clear()
+        trained(net(), nothing)
+        expected = dict(counters["inductor"])
+        counters.clear()
+        trained(net(), ahead)
+    assert dict(counters["inductor"]) == expected
+
+
+def test_inputs_that_are_checked(lowered: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: the code is taken where what calls it checks, lowered anew where it does."""
+    expected = trained(net(), nothing)
+    lowered.clear()
+
+    def checked(inputs: Any, static: Any) -> list[int]:
+        return [k for k, x in enumerate(inputs) if isinstance(x, torch.Tensor)]
+
+    monkeypatch.setattr("torch._inductor.compile_fx.get_input_idxs_to_check", checked)
+    with inductor_config.patch(fx_graph_cache=False):
+        found = trained(net(), ahead)
+    assert lowered == [False, True] * (2 if lowered_ahead.checks_are_written() else 1)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+# --- autotune -----------------------------------------------------------------------------
+
+
+TritonKernel: Any = triton.TritonKernel
+
+
+def test_only_marked_kernels_are_tuned_in_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two arguments that are overwritten, one finds a piece beside that for the cache."""
+    before: list[str] = []
+
+    class Tuner:
+        """As far as it is changed."""
+
+        fn = SimpleNamespace(arg_names=("a", "b", "c", "n"))
+        mutated_arg_names = ("a", "b")
+
+        def __init__(self, **meta: Any) -> None:
+            self.inductor_meta = meta
+
+        def benchmark_all_configs(self, *args: Any) -> Any:
+            before.append("benchmark")
+            return self.copy_args_to_cpu_if_needed(*args)
+
+        def copy_args_to_cpu_if_needed(self, *args: Any) -> dict[str, Any]:
+            before.append("copy")
+            return {}
+
+    class OnDevice(torch.Tensor):
+        is_cuda = True
+
+    def pool(*_: object) -> AbstractContextManager[None]:
+        before.append("pool")
+        return nullcontext()
+
+    monkeypatch.setattr(triton_heuristics, "CachingAutotuner", Tuner)
+    properties = SimpleNamespace(L2_cache_size=1000)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(compilers, "_on_host", lambda tensor: "on the host")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "MemPool", lambda: "a pool")
+    monkeypatch.setattr(torch.cuda, "use_mem_pool", pool)
+    sizes = [1400, 700]
+    blocks = [{"state": "inactive", "size": size} for size in sizes]
+    blocks.append({"state": "active_allocated", "size": 1 << 20})
+    segments = [
+        {"device": 0, "blocks": blocks},
+        {"device": 1, "blocks": [{"state": "inactive", "size": 1 << 20}]},
+        {"device": 0, "segment_pool_id": (0, 1), "blocks": [{"state": "inactive", "size": 9000}]},
+    ]
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
+    assert compilers.free_pieces(torch.device("cuda")) == [700, 1400]
+    compilers.tune_in_the_step()
+    a, b, c = (torch.ones(n).as_subclass(OnDevice) for n in (150, 110, 500))
+    assert Tuner().benchmark_all_configs(a, b, c, 5) == {}
+    assert before == ["benchmark", "copy"]
+    marked: Any = Tuner(fxremat=True)
+    assert marked.benchmark_all_configs(a, b, c, 5) == {"b": (b, "on the host")}
+    sizes[0] = blocks[0]["size"] = 999
+    assert list(marked.benchmark_all_configs(a, b, c, 5)) == ["a", "b"]
+    assert before == ["benchmark", "copy", "benchmark", "pool", "benchmark"]
+    compilers.tune_in_the_step()
+    marked.benchmark_all_configs(torch.ones(3))
+    assert before[5:] == ["benchmark", "copy"]
+
+
+def test_a_backward_that_is_compiled_when_it_runs_is_marked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing was handed over for it, so that Inductor lowers it after the forward has run."""
+    marked: list[tuple[bool, bool]] = []
+    before = GraphLowering.codegen
+
+    def codegen(self: Any) -> Any:
+        meta = TritonKernel.__dict__["inductor_meta_common"]
+        marked.append((bool(self.is_backward), meta.__func__.__qualname__.startswith("tuned_in")))
+        return before(self)
+
+    monkeypatch.setattr(GraphLowering, "codegen", codegen)
+    torch._dynamo.reset()
+    with torch_inductor_config.patch(force_disable_caches=True):
+        weight = torch.ones(8, 8, requires_grad=True)
+        gm = torch.fx.symbolic_trace(lambda w, x: ((x @ w).relu().sum(),))
+        compiled = compile_with_inductor(gm, [weight, torch.ones(4, 8)], {})
+        result = compiled(weight, torch.ones(4, 8))
+        assert marked == [(False, True)]
+        result[0].backward()
+    assert marked == [(False, True), (True, True)]
+
+
+def test_names_that_tuning_relies_on() -> None:
+    tuner: Any = triton_heuristics.CachingAutotuner
+    compilers.tune_in_the_step()
+    source = inspect.getsource(triton_heuristics)
+    assert hasattr(tuner.benchmark_all_configs, "__wrapped__")
+    for name in (
+        "self.mutated_arg_names",
+        "self.fn.arg_names",
+        "arg, cpu_arg = pair",
+        "timings = self.benchmark_all_configs(",
+        "self.copy_args_to_cpu_if_needed(",
+    ):
+        assert name in source

@@ -1,17 +1,30 @@
-"""Kernels and their order in Inductor's scheduler."""
+"""What of Inductor is used: its scheduling, passes after the gradient, and placement."""
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
 from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 from torch._inductor import scheduler
+from torch.fx.experimental.proxy_tensor import make_fx
 
-from fxremat.compat.configuration import SCHEDULER_PASS
-from fxremat.compat.inductor import generated_code, scheduling
+from fxremat.compat.configuration import POST_GRAD_PASS, SCHEDULER_PASS, inductor_config
+from fxremat.compat.inductor import generated_code, post_grad, scheduling
+from fxremat.compat.inductor.generated_code import generate
+from fxremat.compat.inductor.post_grad import (
+    copy_images,
+    leave_layouts,
+    prefers_channels_last,
+    return_inputs_as_they_are,
+    write_results,
+)
 from fxremat.compat.inductor.scheduling import (
     Footprint,
     Scheduled,
@@ -21,20 +34,34 @@ from fxremat.compat.inductor.scheduling import (
     run_in_functions,
     scheduled,
 )
-from tests.compat_graphs import Shared
-from tests.graphs import batch
+from fxremat.compat.measuring import (
+    profiler_memory_events,
+    profiler_runs,
+    random_state_kept,
+    recorded_allocations,
+)
+from fxremat.compat.tensors import (
+    EMPTY,
+    allocate_as_before,
+    allocate_in_pool,
+    fake_mode_of,
+    new_block,
+    reinterpret,
+    storage_number,
+    storage_uses,
+    tensor_over,
+    write_over,
+)
+from tests.compat_graphs import ATEN, half, shared
+from tests.graphs import Net, batch
 from tests.small import forward_code
 
+# --- scheduling ---------------------------------------------------------------------------
 
-class Apart(nn.Module):
+
+def loops_apart() -> Net:
     """Two loops that have nothing in common."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.ones(100))
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return x.exp(), self.w.sin()
+    return Net(lambda net, x: (x.exp(), net.w.sin()), w=nn.Parameter(torch.ones(100)))
 
 
 def test_run_in_functions() -> None:
@@ -50,7 +77,7 @@ def test_run_in_functions() -> None:
             run_in_functions(nodes, last_of)
             return nodes
 
-        code = forward_code(Apart(), batch(32, 64), **{SCHEDULER_PASS: divide})
+        code = forward_code(loops_apart(), batch(32, 64), **{SCHEDULER_PASS: divide})
         return code.count("async_compile.cpp_pybinding(")
 
     assert [functions(set()), functions({0})] == [1, 2]
@@ -69,7 +96,7 @@ def test_scheduled_and_run_after() -> None:
         run_after(nodes, {len(nodes) - 1: [0]})
         return nodes
 
-    forward_code(Shared(), batch(32, 64), **{SCHEDULER_PASS: backwards})
+    forward_code(shared(), batch(32, 64), **{SCHEDULER_PASS: backwards})
     (kernels,) = seen
     assert [k.is_call for k in kernels] == [False, True, True, False]
     assert [k.is_loop for k in kernels] == [True, False, False, True]
@@ -78,22 +105,17 @@ def test_scheduled_and_run_after() -> None:
     assert any(name.startswith("mm") for name in names)
 
 
-class Layers(nn.Module):
+def layers() -> Net:
     """Layers with library calls between loops that all read one table."""
 
-    table: torch.Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
-        self.norm = nn.LayerNorm(64)
-        self.register_buffer("table", torch.rand(64))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = x + layer(self.norm(x) * self.table).relu()
-        x = torch.cat([x[:16] * self.table, x[16:]])
+    def forward(net: Any, x: torch.Tensor) -> torch.Tensor:
+        for layer in net.layers:
+            x = x + layer(net.norm(x) * net.table).relu()
+        x = torch.cat([x[:16] * net.table, x[16:]])
         return torch.zeros(8, 64).index_put((x.sum(1).long() % 8,), x, accumulate=True)
+
+    parts = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+    return Net(forward, layers=parts, norm=nn.LayerNorm(64), table=torch.rand(64))
 
 
 def test_only_loops_that_are_never_fused_are_apart(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +133,7 @@ def test_only_loops_that_are_never_fused_are_apart(monkeypatch: pytest.MonkeyPat
         assert numbered.startswith("# AOT ID")
         return code
 
-    for model in (Layers(), Shared()):
+    for model in (layers(), shared()):
         near = code_of(model)
         with monkeypatch.context() as patch:
             patch.setattr(inductor, "can_fuse", asks)
@@ -133,7 +155,7 @@ def test_code_allocates_at_places(partitions: bool) -> None:
         return nodes
 
     def code(**options: Any) -> str:
-        return forward_code(Apart(), batch(32, 64), **{SCHEDULER_PASS: place}, **options)
+        return forward_code(loops_apart(), batch(32, 64), **{SCHEDULER_PASS: place}, **options)
 
     call = "Runner.call" if partitions else "call"
     written = code(graph_partition=partitions)
@@ -142,3 +164,253 @@ def test_code_allocates_at_places(partitions: bool) -> None:
     assert "at_places" not in code(**{"triton.cudagraphs": True})
     assert why[0] is None
     assert "CUDA graph" in str(why[-1])
+
+
+# --- post grad ----------------------------------------------------------------------------
+
+
+def test_write_results() -> None:
+    """A result that would be computed in each of its readers is written instead."""
+
+    def mark(graph: fx.Graph) -> None:
+        write_results(graph, [n for n in graph.nodes if n.target is ATEN.abs.default])
+
+    plain = forward_code(shared(), batch(32, 64))
+    written = forward_code(shared(), batch(32, 64), **{POST_GRAD_PASS: mark})
+    assert written.count("= empty_strided_cpu((32, 64)") == 1 + plain.count(
+        "= empty_strided_cpu((32, 64)"
+    )
+
+
+@pytest.mark.parametrize("read_twice", [False, True])
+def test_what_a_convolution_reads_as_an_image_is_written_as_one(read_twice: bool) -> None:
+    """The mark stands behind the view, if nothing else reads the groups of channels."""
+
+    def step(x: torch.Tensor, weight: torch.Tensor) -> Any:
+        groups = x.sin()
+        image = torch.conv2d(groups.view(2, 8, 6, 6), weight)
+        return (image, groups.cos()) if read_twice else image
+
+    module = make_fx(step, tracing_mode="fake")(torch.ones(2, 2, 4, 36), torch.ones(4, 8, 3, 3))
+    (sin,) = (n for n in module.graph.nodes if n.target is ATEN.sin.default)
+    write_results(module.graph, [sin])
+    (mark,) = (n for n in module.graph.nodes if n.target is torch.ops.fxremat.written.default)
+    assert mark.meta["val"].shape == ((2, 2, 4, 36) if read_twice else (2, 8, 6, 6))
+    assert post_grad.unmarked(mark) is sin
+
+
+def masked() -> Net:
+    """A mask whose two readers stand on either side of a library call."""
+
+    def forward(net: Any, x: torch.Tensor) -> torch.Tensor:
+        mask = x > 0
+        return ((torch.where(mask, x, -1.0) @ net.w) @ net.w) + mask  # type: ignore[no-any-return]
+
+    return Net(forward, w=nn.Parameter(torch.ones(64, 64)))
+
+
+def test_a_written_mask_is_stored_as_bytes_and_read_as_it_was() -> None:
+    def mark(graph: fx.Graph) -> None:
+        write_results(graph, [n for n in graph.nodes if n.target is ATEN.gt.Scalar])
+
+    x = torch.randn(32, 64)
+    code = forward_code(masked(), x, **{POST_GRAD_PASS: mark})
+    assert "(32, 64), (64, 1), torch.uint8)" in code
+    torch._dynamo.reset()
+    with inductor_config.patch({POST_GRAD_PASS: mark, "force_disable_caches": True}):
+        compiled = torch.compile(masked())(x)
+    torch.testing.assert_close(compiled, masked()(x))
+
+
+def test_inputs_are_returned_as_they_are() -> None:
+    """What a convolution's backward reads of the graph's inputs is no copy with channels last."""
+
+    def strides(marked: bool, forward: fx.GraphModule) -> dict[str, bool]:
+        def mark(graph: fx.Graph) -> None:
+            if marked:
+                return_inputs_as_they_are(graph)
+
+        with torch._inductor.config.patch(post_grad_custom_post_pass=mark):
+            code = generate(forward, is_backward=False, seen_outputs=1)
+        results: Any = forward.graph.output_node().args[0]
+        return {
+            node.name: stride == node.meta["val"].stride()
+            for node, stride in zip(results, code.strides, strict=True)
+            if isinstance(node, fx.Node) and node.meta["val"].dim() == 4
+        }
+
+    def step(forward: fx.GraphModule, _: fx.GraphModule) -> list[dict[str, bool]]:
+        kept = [strides(marked, forward) for marked in (False, True)]
+        text = forward.code
+        leave_layouts(forward)
+        assert forward.code != text  # Inductor's caches know a graph by its text
+        return [*kept, strides(True, forward)]
+
+    pair = nn.Sequential(nn.Conv2d(4, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU())
+    loose, tight, left = half(pair, step, torch.randn(2, 4, 16, 16))
+    assert left == loose
+    inputs = [name for name in loose if name.startswith("primals")]
+    assert inputs
+    assert not all(loose[name] for name in inputs)
+    assert all(tight[name] for name in inputs)
+    seen = next(name for name in loose if not name.startswith("primals"))
+    assert loose[seen]  # the user's result keeps its strides either way
+    assert tight[seen]
+
+
+def test_the_order_of_channels_that_inductor_prefers() -> None:
+    """On CPUs with mkldnn channels go last wherever there is a convolution."""
+    image, weight = torch.ones(2, 3, 8, 8), torch.ones(4, 3, 3, 3)
+    convolution = make_fx(torch.conv2d, tracing_mode="fake")(image, weight)
+    assert prefers_channels_last(convolution)
+    with torch._inductor.config.patch(layout_optimization=False):
+        assert not prefers_channels_last(convolution)
+    assert not prefers_channels_last(make_fx(torch.sin, tracing_mode="fake")(image))
+
+
+@pytest.mark.parametrize(("channels", "copied"), [(3, True), (32, False)])
+def test_images_are_copied_where_gradients_would_be(channels: int, copied: bool) -> None:
+    """The smaller of the two; values stay."""
+    image, gradient = torch.randn(2, channels, 8, 8), torch.randn(2, 16, 8, 8)
+    gradient = gradient.to(memory_format=torch.channels_last)
+    weight, how = torch.randn(16, channels, 3, 3), ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+
+    def of_weight(gradient: torch.Tensor, image: torch.Tensor) -> torch.Tensor:
+        mask = [False, True, False]
+        backward: Any = ATEN.convolution_backward.default
+        found: torch.Tensor = backward(gradient, image, weight, None, *how, mask)[1]
+        return found
+
+    module = make_fx(of_weight, tracing_mode="fake", _allow_non_fake_inputs=True)(gradient, image)
+    with fake_mode_of(module.graph):
+        copy_images(module.graph)
+    module.recompile()
+    (node,) = module.graph.find_nodes(op="call_function", target=ATEN.convolution_backward.default)
+    read = node.args[1].meta["val"]
+    assert read.is_contiguous(memory_format=torch.channels_last) == copied
+    torch.testing.assert_close(module(gradient, image), of_weight(gradient, image))
+
+
+# --- measuring ----------------------------------------------------------------------------
+
+
+def test_profiler_memory_events() -> None:
+    assert not profiler_runs()
+    with torch.profiler.profile(profile_memory=True) as prof:
+        assert profiler_runs()
+        with pytest.raises(RuntimeError, match="after its with block"):
+            profiler_memory_events(prof)
+        tensor = torch.empty(1000)
+        del tensor
+    assert not profiler_runs()
+    events = profiler_memory_events(prof)
+    assert [(size, device) for _, size, device in events] == [(4000, "CPU"), (-4000, "CPU")]
+    assert events[0][0] <= events[1][0]
+
+
+def test_random_state_kept() -> None:
+    torch.manual_seed(0)
+    expected = torch.rand(2)
+    torch.manual_seed(0)
+    with random_state_kept():
+        torch.rand(10)
+    assert torch.equal(torch.rand(2), expected)
+
+
+def test_recording_ends_also_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[Any] = []
+    names = torch.cuda.memory
+    assert all(hasattr(names, name) for name in ("_record_memory_history", "_snapshot"))
+    monkeypatch.setattr(names, "_record_memory_history", lambda **given: log.append(given))
+    monkeypatch.setattr(names, "_snapshot", lambda device: {"segments": [*log]})
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: log.append("idle"))
+    gpu = torch.device("cuda", 0)
+    snapshot = recorded_allocations(lambda: log.append("run"), gpu)
+    assert snapshot["segments"][1:] == ["run", "idle"]
+    assert log[3:] == [{"enabled": None}]
+    with pytest.raises(ZeroDivisionError):
+        recorded_allocations(lambda: 1 // 0, gpu)
+    assert log[-1] == {"enabled": None}
+
+
+# --- placement ----------------------------------------------------------------------------
+
+
+HOST = torch.device("cpu")
+BLOCK_BYTES = 1 << 20
+
+
+def test_what_generated_code_allocates_with() -> None:
+    made = EMPTY["cpu"]((2, 3), (4, 1), torch.float16)
+    assert (made.shape, made.stride(), made.dtype) == ((2, 3), (4, 1), torch.float16)
+    assert "cuda" in EMPTY
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.complex64, torch.int64])
+def test_a_tensor_over_bytes_of_a_block(dtype: torch.dtype) -> None:
+    """Its storage is its own, of exactly these bytes; it keeps the block alive."""
+    block = new_block(BLOCK_BYTES, HOST)
+    one = tensor_over(block, 1024, 2048, dtype)
+    assert one.untyped_storage().nbytes() == 1024
+    assert one.data_ptr() == block.data_ptr() + 1024
+    write_over(block, 1024, 2048, 1)
+    uses = storage_uses(storage_number(block.untyped_storage()))
+    del block
+    one.fill_(1)
+    assert one.sum() == one.numel()
+    assert uses > 1
+
+
+def test_tensors_made_inside_of_inference_mode_are_plain() -> None:
+    with torch.inference_mode():
+        one = tensor_over(new_block(1024, HOST), 0, 1024, torch.float32)
+    assert not one.is_inference()
+
+
+def test_what_lies_there_is_a_tensor_like_any_other() -> None:
+    """It has its own version, and is saved, copied and shared by itself."""
+    block = new_block(BLOCK_BYTES, HOST)
+    base = tensor_over(block, 0, 1024, torch.float32)
+    one: Any
+    one, other = (reinterpret(base, (16, 16), (16, 1), 0) for _ in range(2))
+    one.fill_(3)
+    assert (one._version, other._version, base._version) == (1, 0, 0)
+    file = io.BytesIO()
+    torch.save(one, file)
+    assert file.tell() < 4096
+    assert copy.deepcopy(one).untyped_storage().nbytes() == 1024
+    assert torch.equal(pickle.loads(pickle.dumps(one)), one)
+    one.share_memory_()
+    assert base.data_ptr() != block.data_ptr()
+    assert one.sum() == 3 * 256
+
+
+def test_uses_of_a_storage() -> None:
+    """They tell whoever holds what lies there, views and copies of the tensor among them."""
+    base = tensor_over(new_block(1024, HOST), 0, 1024, torch.float32)
+    storage = base.untyped_storage()
+    number = storage_number(storage)
+    idle = storage_uses(number)
+    one = reinterpret(base, (256,), (1,), 0)
+    held = [one, one[:4], one.detach(), one.numpy()]
+    del one
+    while held:
+        assert storage_uses(number) > idle
+        held.pop()
+    assert storage_uses(number) == idle
+    reinterpret(base, (256,), (1,), 0).untyped_storage()  # its object is the one that is known
+    assert storage_uses(number) == idle
+
+
+def test_a_pool_is_left_as_it_was_entered() -> None:
+    """Without a GPU, only that torch has the functions, and takes them in this order."""
+    pool, calls = mock.Mock(id=(0, 1)), list[Any]()
+    names = [
+        "_cuda_beginAllocateCurrentThreadToPool", "_cuda_endAllocateToPool", "_cuda_releasePool",
+    ]  # fmt: skip
+    device = torch.device("cuda", 0)
+    noted: Any = {name: lambda *args, name=name: calls.append((name, *args)) for name in names}
+    with mock.patch.multiple(torch._C, **noted):
+        allocate_in_pool(pool, device)
+        allocate_as_before(pool, device)
+    assert calls == [(name, 0, (0, 1)) for name in names]

@@ -1,21 +1,95 @@
-"""Which plans are proposed under an aim and of least peak, given what dry runs show of them."""
+"""Which plans are proposed, which candidate the search ends with, and torch's own partition."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cache
+from types import SimpleNamespace
+from typing import Any, Final, cast
+
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import fx
 
+from fxremat.compat.joint_graph import extract_forward_backward
+from fxremat.compile.cost_model import cost_model
+from fxremat.compile.draft import Draft
 from fxremat.compile.dry_run.dry_run import DryRun
-from fxremat.compile.search.candidates import Candidate, Evaluation
-from fxremat.compile.search.planning import LOCAL_SEARCH
-from fxremat.compile.search.proposals import UnderAim, fastest_under, least
+from fxremat.compile.request import Budget, Policy, Request
+from fxremat.compile.search.candidates import Candidate, Evaluation, Order
+from fxremat.compile.search.planning import LOCAL_SEARCH, Planning
+from fxremat.compile.search.proposals import (
+    Proposals,
+    UnderAim,
+    fastest_under,
+    followed,
+    least,
+    plan_of_torch,
+    steps_again,
+)
+from fxremat.compile.search.search import Search
+from fxremat.compile.stage_times import StageTimes
+from fxremat.core.check import check
 from fxremat.core.constants import MEASURABLE
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Op, Problem, Value
 from fxremat.core.timeline import replay
-from tests.chains import blocks
-from tests.search_trials import NEAR_PEAK, PROBLEM, Trial, draft_of, planning
+from fxremat.cost.workspaces import Workspaces
+from fxremat.passes.memory_estimation import Estimate
+from fxremat.passes.variants import insertion
+from tests.chains import blocks, chains, homogeneous
+from tests.graphs import Net, batch, capture, linear
+from tests.test_variants_insertion import RULES, seen
+
+PROBLEM = blocks(4)
+NEAR_PEAK: Final[Order] = "planned near the peak"
+NOTHING = fx.GraphModule({}, fx.Graph())
+
+
+def draft_of(problem: Problem) -> Draft:
+    """A graph of which only the problem is known."""
+    estimate = Estimate(problem, cast(Any, None), {}, {}, fused=True)
+    return Draft(NOTHING, 0, estimate=estimate)
+
+
+@cache
+def planning(solver: str = "greedy") -> Planning:
+    """The planner itself; it answers each question once."""
+    return Planning(Request(policy=Policy(solver=solver)), StageTimes())
+
+
+@dataclass
+class Trial:
+    """An evaluator whose peaks are made up of the planned ones, and what it was asked."""
+
+    real: Callable[[int, str], int]
+    scratch: dict[str, int] = field(default_factory=dict)
+    asked: list[Candidate] = field(default_factory=list)
+    seen: list[Evaluation] = field(default_factory=list)
+
+    def evaluate(self, candidate: Candidate) -> Evaluation:
+        """What the made-up compiler takes."""
+        peak = self.real(candidate.plan.peak_bytes, candidate.order)
+        self.asked.append(candidate)
+        self.seen.append(
+            Evaluation(candidate, candidate.draft, peak, DryRun(peak, (), (), self.scratch))
+        )
+        return self.seen[-1]
+
+    def follow(self, proposals: Proposals) -> list[Evaluation]:
+        """Evaluate all that is proposed."""
+        return list(followed(proposals, self.evaluate))
+
+    @property
+    def orders(self) -> list[str]:
+        """Who ordered the candidates."""
+        return [one.order for one in self.asked]
+
+
+# --- proposals ----------------------------------------------------------------------------
 
 
 def within(trial: Trial, aim: int) -> Evaluation | None:
@@ -113,3 +187,181 @@ def test_any_errors_of_the_planner(errors: list[int], share: float) -> None:
     for one in trial.seen:
         if best is not None and one.peak_bytes <= aim:
             assert best.plan.time_us <= one.plan.time_us
+
+
+# --- attempts -----------------------------------------------------------------------------
+
+
+@dataclass
+class Alone(Search):
+    """A search over one graph without variants, with a partition of torch that is made up."""
+
+    own: Plan | None = None
+    asked_of_torch: list[bool] = field(default_factory=list)
+
+    def _torch(self, *, donated: bool) -> Candidate | None:
+        self.asked_of_torch.append(donated)
+        order = "torch, donated" if donated else "torch"
+        return None if self.own is None else Candidate(self.graphs.plain, self.own, order)  # type: ignore[arg-type]
+
+
+def searching(
+    trial: Trial, budget: int, own: Plan | None = None, wanted: int | None = None
+) -> Alone:
+    request = Request(Budget(budget, soft_limit=wanted), policy=Policy(solver="greedy"))
+    planning = Planning(request, StageTimes())
+    evaluator: Any = trial
+    graphs: Any = SimpleNamespace(plain=draft_of(PROBLEM), offered=None)
+    return Alone(planning, evaluator, graphs, own=own)
+
+
+def plan_under(part: float) -> Plan:
+    whole = Planning(Request(policy=Policy(solver="greedy")), StageTimes())
+    full = whole.solve(PROBLEM, None).peak_bytes
+    return whole.solve(PROBLEM, int(part * full))
+
+
+@pytest.mark.parametrize(
+    ("time", "peak", "order"), [(0.99, 0, "torch"), (1.01, 0, NEAR_PEAK), (0.99, 1, NEAR_PEAK)]
+)
+def test_torchs_partition_is_taken_where_it_is_faster_and_fits(
+    time: float, peak: int, order: str
+) -> None:
+    """Never the one whose buffers are donated: something else fits."""
+    best = plan_under(0.7)
+    own = replace(best, time_us=time * best.time_us, steps=(*best.steps, best.steps[0]))
+    budget = best.peak_bytes
+
+    def real(planned: int, order: str) -> int:
+        return budget + peak if order == "torch" else planned
+
+    search = searching(Trial(real), budget, own)
+    found = search.run()
+    assert found.evaluation.candidate.order == order
+    assert not found.over
+    assert search.asked_of_torch == [False]
+
+
+def test_the_least_that_is_named_is_of_candidates_that_no_budget_changes() -> None:
+    """Not of those that were made for the budget, though one of them takes less."""
+    least = plan_under(0.0).peak_bytes
+    budget = int(1.05 * least)
+
+    def real(planned: int, order: str) -> int:
+        if order == NEAR_PEAK and planned > least:
+            return budget + 1
+        return planned + (2000 if order == NEAR_PEAK else 1000)
+
+    trial = Trial(real)
+    found = searching(trial, budget).run()
+    assert NEAR_PEAK in trial.orders
+    assert found.over
+    assert found.evaluation.candidate.order == "planned"
+    assert found.evaluation.peak_bytes == least + 1000
+
+
+def test_what_is_within_the_budget_is_not_taken_where_less_is_wanted_and_found() -> None:
+    wanted = plan_under(0.7).peak_bytes
+    more = wanted // 50
+    trial = Trial(lambda planned, order: planned + more * (order == NEAR_PEAK))
+    found = searching(trial, 2 * wanted, wanted=wanted).run()
+    assert trial.seen[0].peak_bytes == wanted + more
+    assert found.evaluation.candidate.order == "planned"
+    assert found.evaluation.peak_bytes <= wanted
+
+
+def test_a_part_of_a_step_is_taken_as_soon_as_it_is_near_what_is_wanted() -> None:
+    wanted = plan_under(0.7).peak_bytes
+    trial = Trial(lambda planned, order: planned + 1)
+    found = searching(trial, 2 * wanted, wanted=wanted).run()
+    assert [one.peak_bytes for one in trial.seen] == [wanted + 1]
+    assert found.evaluation is trial.seen[0]
+
+
+# --- torch plan ---------------------------------------------------------------------------
+
+
+ATEN = torch.ops.aten
+
+
+def forward_values(problem: Problem) -> list[str]:
+    """What the forward writes."""
+    return [name for op in problem.ops if op.phase == "forward" for name in op.writes]
+
+
+def test_where_nothing_is_computed_nothing_runs_again() -> None:
+    problem = blocks(3)
+    assert steps_again(problem, set()) == problem.base_steps()
+
+
+def test_what_is_computed_runs_again_once() -> None:
+    problem = homogeneous(3)
+    assert steps_again(problem, {"y1"}) == ("f0", "f1", "f2", "loss", "f1", "b2", "b1", "b0")
+
+
+@given(st.data(), chains().filter(lambda problem: bool(forward_values(problem))))
+def test_every_choice_of_values_is_a_schedule(data: st.DataObject, problem: Problem) -> None:
+    """The checker takes it; computing less never takes more time."""
+    names = forward_values(problem)
+    again = set(data.draw(st.lists(st.sampled_from(names), unique=True)))
+    less = again & set(data.draw(st.lists(st.sampled_from(names), unique=True)))
+    steps = steps_again(problem, again)
+    verdict = check(problem, steps)
+    assert verdict.ok, verdict.failures
+    fewer_runs = replay(problem, steps_again(problem, less)).time_us
+    assert fewer_runs <= replay(problem, steps).time_us
+
+
+def test_what_is_saved_as_a_view_is_held() -> None:
+    """The forward saves the view, and the problem knows its owner."""
+    net = Net(lambda net, x: net.linear(x).view(-1).sin().sum(), linear=linear())
+    seen = capture(net, [batch(4, 8)])
+    joint = seen.joint
+    view = next(n for n in joint.module.graph.nodes if n.target is ATEN.view.default)
+    halves = extract_forward_backward(
+        joint.module, [*joint.primals, view], num_fwd_outputs=1, static_inputs=()
+    )
+    draft = Draft(joint.module, 1, joint=joint, estimate=seen.found, halves=halves)
+    assert [node.name for node in draft.saved] == [view.name]
+    assert plan_of_torch(draft).steps == seen.problem.base_steps()
+
+
+def test_an_op_of_which_something_inside_is_saved_does_not_run_again() -> None:
+    """Torch saves what a layer norm has scaled, and not what it reads: that is not computed."""
+    net = Net(lambda net, x: net.last(net.norm(net.first(x))).sum(),
+              first=linear(), norm=torch.nn.LayerNorm(8), last=linear())  # fmt: skip
+    seen = capture(net, [batch(4, 8)], fused=True)
+    joint = seen.joint
+    scaled, deviation = (
+        next(n for n in joint.module.graph.nodes if n.target is target)
+        for target in (ATEN.mul.Tensor, ATEN.rsqrt.default)
+    )
+    assert scaled.name not in seen.problem.writer_of
+    saved = [*joint.primals, scaled, deviation]
+    halves = extract_forward_backward(joint.module, saved, num_fwd_outputs=1, static_inputs=())
+    draft = Draft(joint.module, 1, joint=joint, estimate=seen.found, halves=halves)
+    products = {op for op in seen.problem.op_of if "mm" in op}
+    assert products
+    assert not products & set(plan_of_torch(draft).repeats())
+
+
+# --- costs --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_variant_whose_call_does_not_run_is_withdrawn(
+    raises: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would fail in the first step."""
+
+    def of_node(spaces: Workspaces, node: fx.Node) -> int:
+        spaces.refused += raises and node.target is torch.ops.aten.clone.default
+        return 0
+
+    monkeypatch.setattr(Workspaces, "of_node", of_node)
+    joint = seen().joint
+    offered = insertion.insert_all(joint, insertion.find_sites(joint, RULES))
+    costs = cost_model(Request(policy=Policy(executor="aot_eager")), joint.module.graph, "test")
+    found = costs.estimate(offered.joint, offered.inserted).problem
+    left = {variant.name.partition(":")[0] for variant in found.variants}
+    assert left == ({"doubled"} if raises else {"doubled", "transposed"})

@@ -92,10 +92,7 @@ def test_any_convolution(
 
 
 def test_16_bit_gradients_of_many_parts_are_rounded_once() -> None:
-    """Each part adds 1; a sum in bfloat16 would stay at 256, for it cannot hold 257.
-
-    torch's own sum over the images of a batch may do just that on the CPU.
-    """
+    """Each part adds 1; a sum in bfloat16 would stay at 256, for it cannot hold 257."""
     x, weight = torch.ones(512, 1, 1, 1), torch.ones(1, 1, 1, 1)
     how = ([1, 1], [0, 0], [1, 1], False, [0, 0], 1, [False, True, False])
     args = (x.bfloat16(), x.bfloat16(), weight.bfloat16(), None, *how)

@@ -1,13 +1,35 @@
-"""Replaying schedules: literal cases, each with its bytes written out."""
+"""Steps replayed and checked: live bytes, times, moves, and what the checker refuses."""
 
 from __future__ import annotations
 
+import json
+import time
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
-from fxremat.core.problem import Op, Problem, Value
+from fxremat.core.check import Failure, Verdict, check
+from fxremat.core.plan import Plan, plan_to_json, steps_from_json
+from fxremat.core.problem import (
+    Copies,
+    InvalidProblem,
+    Op,
+    Problem,
+    Value,
+    problem_from_json,
+    problem_to_json,
+    validate,
+)
+from fxremat.core.schedule import Move, Step, ops_of, store_all
 from fxremat.core.timeline import Interval, replay
-from tests.strategies import scheduled_problems
+from tests.conftest import Golden
+from tests.strategies import problems, scheduled_problems
+
+# --- timeline -----------------------------------------------------------------------------
 
 
 def chain() -> Problem:
@@ -30,32 +52,19 @@ def chain() -> Problem:
 
 def test_bytes_of_every_step() -> None:
     timeline = replay(chain(), chain().base_steps())
-    assert timeline.live_bytes == (
-        100 + 1 + 10,
-        100 + 1 + 10 + 20 + 5,
-        100 + 1 + 10 + 20 + 4,
-        100 + 1 + 4 + 2,
-    )
-    assert timeline.peak_bytes == 136
-    assert timeline.peak_step == 1
-    assert timeline.time_us == 15.0
+    moments = ((10,), (10, 20, 5), (10, 20, 4), (4, 2))
+    assert timeline.live_bytes == tuple(100 + 1 + sum(moment) for moment in moments)
+    assert (timeline.peak_bytes, timeline.peak_step, timeline.time_us) == (136, 1, 15.0)
+    assert timeline.live_at(2) == ("w", "b", "a", "db", "x")  # the largest first
+    assert replay(chain(), ()).peak_bytes == 100
 
 
 def test_intervals_of_every_copy() -> None:
     timeline = replay(chain(), ("make_a", "make_b", "make_a", "make_db", "make_da"))
     assert set(timeline.intervals) == {
-        Interval("x", 0, 5),
-        Interval("a", 0, 2),
-        Interval("a", 2, 4),
-        Interval("b", 1, 4),
-        Interval("db", 3, 5),
-        Interval("da", 4, 5),
-    }
-
-
-def test_live_values_are_largest_first() -> None:
-    timeline = replay(chain(), chain().base_steps())
-    assert timeline.live_at(2) == ("w", "b", "a", "db", "x")
+        Interval("x", 0, 5), Interval("a", 0, 2), Interval("a", 2, 4), Interval("b", 1, 4),
+        Interval("db", 3, 5), Interval("da", 4, 5),
+    }  # fmt: skip
 
 
 def test_an_output_stays_from_its_first_write() -> None:
@@ -77,10 +86,6 @@ def test_an_input_that_nobody_reads_goes_after_the_first_step() -> None:
         outputs=("y", "z"),
     )
     assert replay(problem, problem.base_steps()).live_bytes == (6, 2)
-
-
-def test_no_steps_need_the_resident_bytes() -> None:
-    assert replay(chain(), ()).peak_bytes == 100
 
 
 def test_a_read_of_what_was_never_written() -> None:
@@ -143,3 +148,342 @@ def test_live_bytes_agree_with_live_values(example: tuple[Problem, tuple[str, ..
         op = problem.op_of[name]
         shared = values + op.workspace_bytes - timeline.live_bytes[step]
         assert 0 <= shared <= sum(problem.bytes_of[read] for read in set(op.reads))
+
+
+# --- check --------------------------------------------------------------------------------
+
+
+PROBLEM = Problem(
+    name="three",
+    values=(Value("x", 8), Value("a", 16), Value("b", 4), Value("c", 2)),
+    ops=(
+        Op("make_a", ("x",), ("a",), 1.0),
+        Op("make_b", ("a",), ("b",), 2.0, workspace_bytes=3, repeatable=False),
+        Op("make_c", ("a", "b"), ("c",), 4.0),
+    ),
+    inputs=("x",),
+    outputs=("c",),
+)
+BASE = PROBLEM.base_steps()
+
+
+def kinds_of(problem: Problem, *steps: Step) -> list[str]:
+    return [failure.kind for failure in check(problem, steps).failures]
+
+
+def test_the_base_schedule_is_possible() -> None:
+    assert check(PROBLEM, BASE) == Verdict((), peak_bytes=24, time_us=7.0)
+    assert check(PROBLEM, BASE).ok
+
+
+REFUSED: dict[str, tuple[tuple[str, ...], list[Failure]]] = {
+    "unknown op": ((*BASE, "make_tea"), [Failure("unknown op", "make_tea", step=3)]),
+    "op never runs": (
+        ("make_a", "make_b"),
+        [Failure("op never runs", "make_c"), Failure("output is not there", value="c")],
+    ),
+    "op runs twice": (
+        ("make_a", "make_b", "make_b", "make_c"),
+        [Failure("op runs twice", "make_b", step=2)],
+    ),
+    "read is not there": (
+        ("make_b", "make_a", "make_c"),
+        [
+            Failure("out of order", "make_a", step=1),
+            Failure("read is not there", "make_b", "a", step=0),
+        ],
+    ),
+    "out of order": (
+        ("make_a", "other", "make_b", "make_c"),
+        [Failure("out of order", "make_b", step=2), Failure("out of order", "make_c", step=3)],
+    ),
+}
+
+
+@pytest.mark.parametrize(("steps", "failures"), REFUSED.values(), ids=REFUSED)
+def test_every_rule_is_checked(steps: tuple[str, ...], failures: list[Failure]) -> None:
+    problem = PROBLEM
+    if "other" in steps:
+        other = Op("other", ("x",), ("d",), 0.0)
+        values = (*problem.values, Value("d", 1))
+        problem = validate(replace(problem, values=values, ops=(*problem.ops, other)))
+    found = check(problem, steps).failures
+    assert [replace(one, detail="") for one in found] == failures
+
+
+def test_over_budget_names_the_worst_step() -> None:
+    assert check(PROBLEM, BASE, budget_bytes=24).ok
+    (failure,) = check(PROBLEM, BASE, budget_bytes=23).failures
+    assert (failure.kind, failure.op, failure.step) == ("over budget", "make_a", 0)
+
+
+def test_verdict_text(golden: Golden) -> None:
+    texts = [check(PROBLEM, BASE), check(PROBLEM, ("make_b", "tea", "make_b"), budget_bytes=2)]
+    golden("\n\n".join(map(str, texts)))
+
+
+@given(scheduled_problems())
+def test_judge_and_timeline_agree(example: tuple[Problem, tuple[str, ...]]) -> None:
+    problem, steps = example
+    timeline = replay(problem, steps)
+    assert check(problem, steps) == Verdict((), timeline.peak_bytes, timeline.time_us)
+    (failure,) = check(problem, steps, timeline.peak_bytes - 1).failures
+    assert (failure.kind, failure.step) == ("over budget", timeline.peak_step)
+
+
+@given(problems(), st.data())
+def test_any_list_of_names_is_judged(problem: Problem, data: st.DataObject) -> None:
+    names = st.sampled_from([*problem.base_steps(), "nonsense"])
+    steps = tuple(data.draw(st.lists(names, max_size=12)))
+    verdict = check(problem, steps)
+    if verdict.ok:
+        assert verdict.peak_bytes == replay(problem, steps).peak_bytes
+
+
+@given(scheduled_problems(), st.data())
+def test_a_missing_step_is_seen(
+    example: tuple[Problem, tuple[str, ...]], data: st.DataObject
+) -> None:
+    problem, steps = example
+    index = data.draw(st.integers(0, len(steps) - 1))
+    rest = steps[:index] + steps[index + 1 :]
+    assert ("op never runs" in kinds_of(problem, *rest)) == (steps[index] not in rest)
+
+
+def long_chain(count: int) -> Problem:
+    """Every op reads the two values before its own; every tenth is read again at the end."""
+    names = [f"v{i}" for i in range(count)]
+    ops = [
+        Op(f"op{i}", tuple(names[max(0, i - 2) : i]), (names[i],), 1.0) for i in range(count - 1)
+    ]
+    ops.append(Op("last", tuple(names[:-1:10]), (names[-1],), 1.0))
+    values = tuple(Value(name, 1 + i % 7) for i, name in enumerate(names))
+    return validate(Problem("long", values, tuple(ops), outputs=(names[-1],)))
+
+
+def test_six_thousand_steps_take_seconds() -> None:
+    problem = long_chain(6000)
+    start = time.process_time()
+    verdict = check(problem, problem.base_steps())
+    assert time.process_time() - start < 10
+    assert verdict.peak_bytes == replay(problem, problem.base_steps()).peak_bytes
+
+
+# --- moves --------------------------------------------------------------------------------
+
+
+OUT, IN, WAIT = partial(Move, "to host"), partial(Move, "to device"), partial(Move, "wait")
+
+
+def moved_chain(**copies: Any) -> Problem:
+    """a -> b -> c -> d, then dc reads c, b and da reads a; a and b are ten bytes each."""
+    sizes = {"w": 100, "a": 10, "b": 10, "c": 4, "db": 2, "da": 1}
+    return Problem(
+        name="chain",
+        values=tuple(Value(name, size) for name, size in sizes.items()),
+        ops=(
+            Op("make_a", ("w",), ("a",), 1.0),
+            Op("make_b", ("a",), ("b",), 2.0),
+            Op("make_c", ("b",), ("c",), 8.0),
+            Op("make_db", ("b", "c"), ("db",), 4.0),
+            Op("make_da", ("a", "db"), ("da",), 1.0),
+        ),
+        resident=("w",),
+        outputs=("da",),
+        copies=Copies(**{"to_host": 5.0, "to_device": 2.0, **copies}),
+    )
+
+
+AWAY: tuple[Step, ...] = (
+    "make_a", OUT("a"), "make_b", WAIT("a"), "make_c", IN("a"), "make_db", WAIT("a"), "make_da",
+)  # fmt: skip
+
+
+def test_bytes_at_every_step() -> None:
+    line = replay(moved_chain(), AWAY)
+    assert line.live_bytes == (110, 110, 120, 120, 114, 124, 126, 112, 113)
+    assert line.host_bytes == (0, 10, 10, 10, 10, 10, 10, 10, 0)
+    verdict = check(moved_chain(), AWAY)
+    assert verdict.ok
+    assert (verdict.peak_bytes, verdict.host_peak_bytes) == (126, 10)
+
+
+def test_transfers_run_beside_the_ops() -> None:
+    """Out from 1 to 3, waited for at 3; in from 11 to 16, waited for at 15."""
+    timing = replay(moved_chain(), AWAY).timing
+    assert [(t.start_us, t.end_us) for t in timing.transfers] == [(1.0, 3.0), (11.0, 16.0)]
+    assert timing.step_end_us == (1.0, 1.0, 3.0, 3.0, 11.0, 11.0, 15.0, 16.0, 17.0)
+    assert (timing.stall_us, timing.time_us) == (1.0, 17.0)
+    assert check(moved_chain(), AWAY).time_us == 17.0
+
+
+def test_a_direction_makes_one_transfer_at_a_time() -> None:
+    away = ("make_a", OUT("a"), "make_b", OUT("b"), WAIT("a"), "make_c", WAIT("b"))
+    steps = (*away, IN("b"), IN("a"), WAIT("b"), "make_db", WAIT("a"), "make_da")
+    timing = replay(moved_chain(latency_us=1.0), steps).timing
+    assert [(t.start_us, t.end_us) for t in timing.transfers] == [
+        (1.0, 4.0), (4.0, 7.0), (12.0, 18.0), (18.0, 24.0),
+    ]  # fmt: skip
+    assert check(moved_chain(latency_us=1.0), steps).time_us == timing.time_us == 25.0
+    assert check(moved_chain(latency_us=1.0), steps).ok
+
+
+def test_the_last_transfer_counts() -> None:
+    problem = moved_chain(to_host=0.1)
+    steps: tuple[Step, ...] = (*problem.base_steps()[:4], OUT("a"), "make_da", WAIT("a"))
+    assert replay(problem, steps).time_us == check(problem, steps).time_us == 15.0 + 100.0
+
+
+def test_no_bandwidth_never_ends() -> None:
+    assert replay(moved_chain(to_device=0.0), AWAY).time_us == float("inf")
+    assert check(moved_chain(to_device=0.0), AWAY).time_us == float("inf")
+
+
+def inserted(at: int, *moves: Move) -> tuple[Step, ...]:
+    base = moved_chain().base_steps()
+    return (*base[:at], *moves, *base[at:])
+
+
+@pytest.mark.parametrize(
+    ("steps", "kind"),
+    [
+        (inserted(1, WAIT("a")), "nothing to wait for"),
+        (inserted(1, OUT("a")), "never waited for"),
+        (inserted(1, OUT("a"), OUT("a"), WAIT("a")), "still moving"),
+        (inserted(1, OUT("a"), IN("a"), WAIT("a")), "still moving"),
+        (inserted(2, IN("a"), WAIT("a")), "nothing on the host"),
+        (inserted(1, OUT("b"), WAIT("b")), "read is not there"),
+        (inserted(1, OUT("w"), WAIT("w")), "may not move"),
+        (inserted(5, OUT("da"), WAIT("da")), "may not move"),
+        (inserted(1, OUT("nothing"), WAIT("nothing")), "may not move"),
+        ((*AWAY[:7], AWAY[8], AWAY[7]), "still moving"),
+        ((*AWAY[:3], "make_a", *AWAY[3:]), "still moving"),
+    ],
+)
+def test_rules(steps: tuple[Step, ...], kind: str) -> None:
+    assert kind in kinds_of(moved_chain(), *steps)
+
+
+def test_without_copies_nothing_moves() -> None:
+    assert "may not move" in kinds_of(replace(moved_chain(), copies=None), *AWAY)
+
+
+def test_host_memory_is_limited() -> None:
+    assert kinds_of(moved_chain(host_bytes=9), *AWAY) == ["over host memory"]
+    assert kinds_of(moved_chain(host_bytes=10), *AWAY) == []
+
+
+def test_a_second_fetch_keeps_the_host_copy() -> None:
+    steps = ("make_a", OUT("a"), WAIT("a"), IN("a"), WAIT("a"), "make_b", "make_c", "make_db",
+             IN("a"), WAIT("a"), "make_da")  # fmt: skip
+    assert check(moved_chain(), steps).ok
+    assert replay(moved_chain(), steps).host_bytes == (0, *(10 for _ in range(9)), 0)
+    assert replay(moved_chain(), steps).live_bytes[5:8] == (120, 114, 116)
+
+
+BY_TURNS: tuple[Step, ...] = (
+    "make_a", OUT("a"), WAIT("a"), IN("a"), WAIT("a"), "make_b", OUT("b"), WAIT("b"),
+    "make_c", IN("b"), WAIT("b"), "make_db", "make_da",
+)  # fmt: skip
+TOGETHER: tuple[Step, ...] = (
+    "make_a", OUT("a"), "make_b", OUT("b"), WAIT("a"), WAIT("b"),
+    "make_c", IN("b"), WAIT("b"), "make_db", IN("a"), WAIT("a"), "make_da",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("steps", "host_bytes"), [(BY_TURNS, 10), (TOGETHER, 20)])
+def test_what_came_back_for_good_is_not_on_the_host(
+    steps: tuple[Step, ...], host_bytes: int
+) -> None:
+    verdict = check(moved_chain(), steps)
+    assert verdict.ok
+    assert verdict.host_peak_bytes == max(replay(moved_chain(), steps).host_bytes) == host_bytes
+
+
+def test_json_of_steps_and_copies() -> None:
+    plan = Plan(AWAY, "by hand", None, 126, 17.0)
+    data = json.loads(json.dumps(plan_to_json(plan)))
+    assert data["steps"][:3] == ["make_a", {"to host": "a"}, "make_b"]
+    assert steps_from_json(data) == AWAY
+    assert ops_of(AWAY) == moved_chain().base_steps()
+    problem = moved_chain(host_bytes=7)
+    assert problem_from_json(json.loads(json.dumps(problem_to_json(problem)))) == problem
+    assert problem_to_json(replace(problem, copies=None))["copies"] is None
+
+
+@pytest.mark.parametrize("step", [{"to moon": "a"}, {"wait": 1}, {"wait": "a", "to host": "b"}, 3])
+def test_a_malformed_step_is_named(step: object) -> None:
+    with pytest.raises(InvalidProblem, match=r"'steps\[1\]'"):
+        steps_from_json({"steps": ["make_a", step]})
+
+
+@pytest.mark.parametrize(
+    ("copies", "field"),
+    [
+        ({"to_host": -1.0, "to_device": 1.0}, "to_host"),
+        ({"to_host": 1.0, "to_device": 1.0, "host_bytes": -1}, "host_bytes"),
+    ],
+)
+def test_malformed_copies_are_named(copies: object, field: str) -> None:
+    data = {**problem_to_json(moved_chain()), "copies": copies}
+    with pytest.raises(InvalidProblem, match=field):
+        problem_from_json(data)
+
+
+# --- values that live in host memory ------------------------------------------------------
+
+
+def weighted() -> Problem:
+    """Two layers whose weights, 50 bytes each, and their gradients live in host memory."""
+    sizes = {"w1": 50, "w2": 50, "x": 10, "a": 10, "b": 10, "db": 10, "g2": 50, "g1": 50}
+    return Problem(
+        name="weighted",
+        values=tuple(Value(name, size) for name, size in sizes.items()),
+        ops=(
+            Op("f1", ("x", "w1"), ("a",), 10.0),
+            Op("f2", ("a", "w2"), ("b",), 10.0),
+            Op("b2", ("a", "b", "w2"), ("db", "g2"), 20.0),
+            Op("b1", ("x", "db"), ("g1",), 20.0),
+        ),
+        inputs=("x",),
+        copies=Copies(5.0, 5.0),
+        host=("w1", "w2", "g1", "g2"),
+    )
+
+
+def test_store_all_brings_weights_and_takes_gradients_away() -> None:
+    problem = weighted()
+    steps = store_all(problem)
+    assert [str(step) for step in steps] == [
+        "to device: w1", "wait: w1", "f1", "to device: w2", "wait: w2", "f2", "b2",
+        "to host: g2", "wait: g2", "b1", "to host: g1", "wait: g1",
+    ]  # fmt: skip
+    verdict = check(problem, steps)
+    assert verdict.ok, str(verdict)
+    line = replay(problem, steps)
+    assert line.live_bytes == (60, 60, 70, 70, 70, 80, 140, 70, 70, 70, 50, 50)
+    assert verdict.peak_bytes == line.peak_bytes == 140
+    assert line.time_us == verdict.time_us == 60.0 + 4 * 10.0
+    assert line.host_peak_bytes == verdict.host_peak_bytes == 0  # they live there anyway
+
+
+def test_a_weight_has_to_come_and_a_gradient_to_go() -> None:
+    problem = weighted()
+    steps = store_all(problem)
+    assert "read is not there" in kinds_of(problem, *steps[2:])
+    assert kinds_of(problem, *steps[:-2]) == ["not on the host at the end"]
+
+
+def test_a_weight_may_come_twice() -> None:
+    problem = weighted()
+    steps = list(store_all(problem))
+    again = [IN("w2"), WAIT("w2")]
+    at = steps.index("b2")
+    assert check(problem, [*steps[:at], *again, *steps[at:]]).ok
+
+
+@pytest.mark.parametrize("change", [{"copies": None}, {"inputs": ("x", "w1")}, {"host": ("w9",)}])
+def test_host_values_are_validated(change: dict[str, Any]) -> None:
+    with pytest.raises(InvalidProblem):
+        validate(replace(weighted(), **change))
+    assert problem_from_json(problem_to_json(weighted())) == weighted()

@@ -1,43 +1,71 @@
-"""Times of calls: undisturbed runs, one process on a GPU, and one clock on a CPU."""
+"""Times of ops: how they are measured, kept in a file, and shared by ops of one kind."""
 
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from torch import fx
 
-from fxremat.cost import timing
-from fxremat.cost.timing import ReferenceMatmul, alone_on, quickest, reference_of
+from fxremat.compat.sizes import size_bound
+from fxremat.compat.tensors import outside_fake_mode
+from fxremat.core.constants import CALL_US
+from fxremat.cost import call_times, number_file, op_timers, timing
+from fxremat.cost.call_times import KIND, CallTimes, call_key
+from fxremat.cost.device import DeviceSpec
+from fxremat.cost.number_file import NumberFile, number_path, written_together
+from fxremat.cost.op_timers import (
+    FUNCTIONS,
+    TRAFFIC,
+    LoopRates,
+    Measured,
+    Roofline,
+    bandwidth_name,
+    measured_rates,
+)
+from fxremat.cost.timing import ReferenceMatmul, Timing, alone_on, quickest, reference_of
+from fxremat.disk_cache import write_whole
+from fxremat.runtime.chunks.convolutions import CONVOLUTION, CONVOLUTION_BACKWARD
+from fxremat.runtime.chunks.operator import ROWS
+from tests.graphs import batch, capture, mlp
+from tests.loss_program import CLASSES, inputs, program
+from tests.single_calls import ATEN, KEY, call, item
 
 HOST, GPU = torch.device("cpu"), torch.device("cuda", 0)
+ROOFLINE = Roofline(DeviceSpec("test", 1e12, 4e12, 1e9, 3.0, 1e9, 1e8, 20.0), True, True)
 
-# --- runs that count -----------------------------------------------------------------------
+# --- runs that count ----------------------------------------------------------------------
+
+
+def timed(interruptions: Iterable[int], seconds: list[float], patch: pytest.MonkeyPatch) -> float:
+    """What is found where the runs take so long, and the kernel has counted so much after each."""
+    counted, took = iter(interruptions), iter(seconds)
+    patch.setattr(timing, "_interruptions", lambda device: next(counted))
+    patch.setattr(timing, "_seconds", lambda call, device: next(took))
+    return quickest(lambda: None, HOST).us
 
 
 def test_runs_that_other_programs_disturb_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run after which the count of interruptions is higher is made again."""
-    interruptions = iter([0, 1, 1, 2, 2, *[3] * 1000])
-    monkeypatch.setattr(timing, "_interruptions", lambda device: next(interruptions))
-    seconds = iter([1e-6, 2e-6, *[5e-3] * 500])
-    monkeypatch.setattr(timing, "_seconds", lambda call, device: next(seconds))
-    assert quickest(lambda: None, HOST).us == pytest.approx(5000.0)
+    found = timed([0, 1, 1, 2, 2, *[3] * 1000], [1e-6, 2e-6, *[5e-3] * 500], monkeypatch)
+    assert found == pytest.approx(5000.0)
 
 
 def test_a_long_run_may_lose_a_core_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel's own tasks come every few hundredths of a second: without other programs, too."""
-    counted = iter(range(10**9))
-    monkeypatch.setattr(timing, "_interruptions", lambda device: next(counted))
-    seconds = iter([0.1, *[0.011] * 500])
-    monkeypatch.setattr(timing, "_seconds", lambda call, device: next(seconds))
-    assert quickest(lambda: None, HOST).us == pytest.approx(11_000.0)
+    found = timed(range(10**9), [0.1, *[0.011] * 500], monkeypatch)
+    assert found == pytest.approx(11_000.0)
 
 
-# --- the clock -----------------------------------------------------------------------------
+# --- the clock ----------------------------------------------------------------------------
 
 
 class Machine:
@@ -107,7 +135,7 @@ def test_times_on_a_gpu_are_left_as_they_are(tmp_path: Path) -> None:
     assert isinstance(reference_of(HOST, tmp_path), ReferenceMatmul)
 
 
-# --- one process on a GPU ------------------------------------------------------------------
+# --- one process on a GPU -----------------------------------------------------------------
 
 
 @pytest.fixture
@@ -138,3 +166,342 @@ def test_others_wait_while_a_call_is_timed(lock: Path) -> None:
     with pytest.raises(RuntimeError), alone_on(GPU):
         raise RuntimeError("out of memory")
     assert _is_free(lock)
+
+
+# --- number file --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """A device that has a name, and nothing else."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    return torch.device("cuda")
+
+
+@pytest.mark.parametrize("setting", ["benchmark", "deterministic", "enabled"])
+def test_numbers_of_a_gpu_are_those_of_the_kernels_it_takes(
+    setting: str, gpu: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = number_path(tmp_path, gpu, "workspaces")
+    assert "H100" in before.name
+    cudnn: Any = torch.backends.cudnn
+    monkeypatch.setattr(cudnn, setting, not getattr(cudnn, setting))
+    after = number_path(tmp_path, gpu, "workspaces")
+    assert before != after
+    NumberFile(before).add("a call", 1.0)
+    assert NumberFile(before).numbers == {"a call": 1.0}
+    assert NumberFile(after).numbers == {}
+
+
+def test_numbers_of_a_cpu_are_those_of_its_threads(tmp_path: Path) -> None:
+    host, threads = torch.device("cpu"), torch.get_num_threads()
+    before = number_path(tmp_path, host, "workspaces")
+    torch.set_num_threads(threads + 1)
+    try:
+        assert number_path(tmp_path, host, "workspaces") != before
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_numbers_that_are_added_together_are_written_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, write = tmp_path / "numbers.json", mock.Mock(side_effect=write_whole)
+    monkeypatch.setattr(number_file, "write_whole", write)
+    with written_together():
+        file = NumberFile(path)
+        for number in range(10):
+            file.add(f"{number}", float(number))
+        NumberFile(path).add("theirs", 0.5)
+        assert (len(file.numbers), write.call_count) == (10, 0)
+    assert [one.args[0] for one in write.call_args_list] == [path, path]
+    assert len(NumberFile(path).numbers) == 11
+
+
+# --- op timers ----------------------------------------------------------------------------
+
+
+A, B = torch.empty(8, 16), torch.empty(16, 32)
+A_LOOP = 1e9
+"""Microseconds: longer than any call here takes, however busy the machine is."""
+
+
+def rates_of(call_us: float, bytes_per_s: float, functions: Mapping[str, float]) -> LoopRates:
+    """Rates at which all sizes move alike, and other functions cost nothing."""
+
+    def number_of(name: str) -> float:
+        if name == "call_us":
+            return call_us
+        return functions.get(name, 0.0) if name in FUNCTIONS else bytes_per_s
+
+    return LoopRates(number_of)
+
+
+LOOPS = rates_of(A_LOOP, 1e9, {})
+
+
+def timer(directory: Path, loops: LoopRates = LOOPS) -> Measured:
+    calls = CallTimes(HOST, directory, size_bound, outside_fake_mode)
+    return Measured(calls, loops, ROOFLINE)
+
+
+def key_of(node: fx.Node) -> str:
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    return call_key(node.target, args, kwargs, int)
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the calls that were really run."""
+    seen: list[str] = []
+    real = call_times.measure
+
+    def spy(target: Any, *others: Any) -> Timing | None:
+        seen.append(str(target))
+        return real(target, *others)
+
+    monkeypatch.setattr(call_times, "measure", spy)
+    return seen
+
+
+@pytest.fixture(autouse=True)
+def _undisturbed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever else the machine does: tests of times ask for no true ones."""
+    monkeypatch.setattr(timing, "_interruptions", lambda device: 0)
+
+
+def test_a_matmul_is_measured_once(tmp_path: Path, runs: list[str]) -> None:
+    time_of = timer(tmp_path)
+    node = call(ATEN.mm.default, A, B)
+    first = time_of((node,), 100)
+    assert 0 < first < A_LOOP
+    assert time_of((node,), 100) == first
+    assert timer(tmp_path)((call(ATEN.mm.default, A, B),), 100) == first
+    assert len(runs) == 1
+
+
+def test_other_shapes_strides_and_dtypes_are_other_calls() -> None:
+    nodes = [
+        call(ATEN.mm.default, A, B),
+        call(ATEN.mm.default, A, torch.empty(32, 16).t()),
+        call(ATEN.mm.default, A[:4], B),
+        call(ATEN.mm.default, A.double(), B.double()),
+        call(ATEN.addmm.default, torch.empty(32), A, B),
+        call(ATEN.addmm.default, torch.empty(32), A, B, beta=0.5),
+    ]
+    assert len(set(map(key_of, nodes))) == len(nodes)
+
+
+def test_views_and_items_are_free(tmp_path: Path) -> None:
+    attention = call(ATEN._scaled_dot_product_flash_attention_for_cpu.default, KEY, KEY, KEY)
+    turned = call(ATEN.t.default, A)
+    assert timer(tmp_path)((turned, attention, item(attention, 0)), 100) < A_LOOP
+
+
+def test_a_loop_beside_a_matmul_costs_its_traffic(tmp_path: Path) -> None:
+    matmul, loop = call(ATEN.mm.default, A, B), call(ATEN.sin.default, A)
+    alone = timer(tmp_path)((matmul,), 0)
+    both = timer(tmp_path)((matmul, loop), 5000)
+    assert both - alone == pytest.approx(A_LOOP + 5.0, abs=1e-3)
+
+
+def test_a_call_that_raises_is_left_to_the_roofline(tmp_path: Path) -> None:
+    node = call(ATEN.mm.default, A, B)
+    node.args[1].meta["val"] = B.double()  # type: ignore[union-attr]
+    assert timer(tmp_path)((node,), 100) == ROOFLINE((node,), 100)
+
+
+# --- calls made inside --------------------------------------------------------------------
+
+
+HOW = (None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+
+
+def rows_call(chunk: int) -> fx.Node:
+    x, y, w = inputs(64)
+    node = fx.Graph().call_function(ROWS, ([x, y], [w.t(), w], program(), chunk, chunk))
+    node.meta["val"] = ROWS([x, y], [w.t(), w], program(), chunk, chunk)
+    return node
+
+
+def test_matmuls_of_chunks_are_measured_in_their_sizes(tmp_path: Path, runs: list[str]) -> None:
+    time_of = timer(tmp_path, rates_of(1.0, 1e12, {}))
+    inside = ROOFLINE.inside(node := rows_call(16))
+    assert inside.library
+    found = time_of((node,), 0)
+    assert len(runs) == len({call_key(one.target, one.args, {}, int) for one in inside.library})
+    times = [time_of.calls.of_call(one.target, one.args, {}) for one in inside.library]
+    library = sum(one.times * (us or 0.0) for one, us in zip(inside.library, times, strict=True))
+    assert library > 0
+    assert found >= library + inside.calls * CALL_US
+    assert all(one.args[0].shape[0] == 16 or one.args[0].shape[1] == 16 for one in inside.library)
+
+
+def test_functions_inside_chunks_take_their_time(tmp_path: Path) -> None:
+    """What a loop computes of its elements, where that takes longer than to move them."""
+    inside = ROOFLINE.inside(node := rows_call(16))
+    count = sum(count for name, count in inside.functions if name == "exp")
+    assert count == 2 * 64 * CLASSES
+    moving, computing = (
+        timer(tmp_path, rates_of(1.0, 1e12, costs))((node,), 0) for costs in ({}, {"exp": 50.0})
+    )
+    assert computing - moving == pytest.approx(count * 50.0 / 1e3 - inside.bytes / 1e6)
+
+
+@pytest.mark.parametrize("images", [1, 2, 3])
+def test_convolutions_of_some_images_are_measured_so(tmp_path: Path, images: int) -> None:
+    x, w = torch.randn(6, 3, 8, 8), torch.randn(4, 3, 3, 3)
+    forward = call(CONVOLUTION, x, w, *HOW, images, "")
+    (one,) = ROOFLINE.inside(forward).library
+    assert one.target is ATEN.convolution.default
+    assert one.args[0].shape[0] == images
+    assert one.times == 6 // images
+    grad = torch.randn(6, 4, 8, 8)
+    mask = [True, True, False]
+    backward = call(CONVOLUTION_BACKWARD, grad, x, w, *HOW, mask, images, "")
+    (one,) = ROOFLINE.inside(backward).library
+    assert [a.shape[0] for a in one.args[:2]] == [images, images]
+    time_of = timer(tmp_path, rates_of(1.0, 1e12, {}))
+    us = time_of.calls.of_call(one.target, one.args, {})
+    assert us is not None
+    assert time_of((backward,), 0) >= one.times * us > 0
+
+
+def test_another_algorithm_is_left_to_the_roofline(tmp_path: Path, runs: list[str]) -> None:
+    node = call(CONVOLUTION, torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3), *HOW, 1, "native")
+    assert timer(tmp_path)((node,), 100) == ROOFLINE((node,), 100)
+    assert runs == []
+
+
+# --- busy machines ------------------------------------------------------------------------
+
+
+def test_what_is_always_disturbed_counts_and_is_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs: list[str]
+) -> None:
+    counted = iter(range(10**9))
+    monkeypatch.setattr(timing, "_interruptions", lambda device: next(counted))
+    monkeypatch.setattr(timing, "BUSY_TIMING_S", 1e-3)
+    monkeypatch.setattr(timing, "_seconds", lambda call, device: 5e-4)
+    node, time_of = call(ATEN.mm.default, A, B), timer(tmp_path)
+    assert time_of((node,), 100) == time_of((node,), 100) == pytest.approx(500.0)
+    assert len(runs) == 1  # it is not tried for each node anew
+    assert not number_path(tmp_path, HOST, KIND).exists()
+
+
+def test_what_has_no_room_is_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs: list[str]
+) -> None:
+    monkeypatch.setattr(call_times, "_available_memory", lambda: 4 * (A.nbytes + B.nbytes) - 1)
+    monkeypatch.setattr(call_times, "quickest", lambda *given: pytest.fail("it was run"))
+    node = call(ATEN.mm.default, A, B)
+    assert timer(tmp_path)((node,), 100) == ROOFLINE((node,), 100)
+
+
+# --- files --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1, 2]", '{"a": "b"}', "\x00\x01"])
+def test_a_damaged_file_counts_as_empty(tmp_path: Path, text: str, runs: list[str]) -> None:
+    path = number_path(tmp_path, HOST, KIND)
+    path.parent.mkdir(parents=True)
+    path.write_text(text, encoding="utf-8")
+    node = call(ATEN.mm.default, A, B)
+    assert timer(tmp_path)((node,), 100) < A_LOOP
+    assert len(runs) == 1
+    assert list(json.loads(path.read_text(encoding="utf-8"))) == [key_of(node)]
+
+
+def test_what_another_process_wrote_meanwhile_stays(tmp_path: Path) -> None:
+    time_of = timer(tmp_path)
+    path = number_path(tmp_path, HOST, KIND)
+    path.parent.mkdir(parents=True)
+    path.write_text('{"theirs": 5.0}', encoding="utf-8")
+    time_of((call(ATEN.mm.default, A, B),), 100)
+    data = json.loads(path.read_text(encoding="utf-8"))
+    assert data["theirs"] == 5.0
+    assert len(data) == 2
+    assert list(path.parent.iterdir()) == [path]  # nothing half-written is left
+
+
+def test_fake_tensors_of_a_trace_are_measured_for_real(tmp_path: Path, runs: list[str]) -> None:
+    seen = capture(mlp(), [batch(4, 8)])
+    nodes = seen.calls(ATEN.addmm)
+    with nodes[0].meta["val"].fake_mode:
+        time_of = timer(tmp_path)
+        times = [time_of((n,), 0) for n in nodes]
+    assert len(times) == 2
+    assert times[0] == times[1]  # the same call twice
+    assert len(runs) == 1
+
+
+# --- loop rates ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("exponent", "ns"),
+    [(2, 0.0), (3.0, 0.0), (-2, 7.0), (0.5, 5.0), (2.5, 100.0), (-0.5, 100.0), (40, 100.0)],
+)
+def test_a_power_costs_what_inductor_computes_for_it(exponent: float, ns: float) -> None:
+    """Small whole ones are products, as the square in every RMSNorm."""
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    power = graph.call_function(torch.ops.aten.pow.Tensor_Scalar, (x, exponent))
+    power.meta["val"] = torch.ones(1000)
+    numbers = {"pow": 100.0, "sqrt": 5.0, "div": 7.0, "call_us": 0.0}
+    rates = LoopRates({bandwidth_name(TRAFFIC[0]): 1e15, **numbers}.__getitem__)
+    assert rates.us([power], 8, int) == pytest.approx(ns, abs=1e-6)
+
+
+def test_what_is_asked_for_is_measured_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = measured_rates(HOST, tmp_path, outside_fake_mode)
+    exp, neg = first.loop_us([("exp", 10**9)], 0), first.loop_us([("neg", 10**9)], 0)
+    moved, call = first.move_us(TRAFFIC[1]), first.call_us
+    assert neg == 0.0
+    assert min(exp, moved, call) > 0
+    kept = NumberFile(number_path(tmp_path, HOST, op_timers.KIND)).numbers
+    sizes = [bandwidth_name(size) for size in TRAFFIC[:2]]
+    assert kept.keys() == {"call_us", "moving_us", "exp", *sizes}
+
+    monkeypatch.setattr(op_timers, "quickest", mock.Mock(side_effect=AssertionError))
+    again = measured_rates(HOST, tmp_path, outside_fake_mode)
+    assert again.loop_us([("exp", 10**9)], 0) == exp
+    assert again.move_us(TRAFFIC[1]) == moved
+    with pytest.raises(AssertionError):
+        again.loop_us([("tanh", 10**9)], 0)
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16, torch.float64], ids=str)
+def default_dtype(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(request.param)
+    yield
+    torch.set_default_dtype(before)
+
+
+@pytest.mark.usefixtures("default_dtype")
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_can_be_timed(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Whatever the dtype is of tensors that nobody gives one."""
+
+    def once(call: Callable[[], object], device: torch.device, reference: object) -> Timing:
+        call()
+        return Timing(50.0, False)
+
+    monkeypatch.setattr(op_timers, "quickest", once)
+    rates = measured_rates(HOST, tmp_path, outside_fake_mode)
+    assert rates.loop_us([(name, 1)], 0) == 0.0  # no dearer than to move
+
+
+def test_the_rates_of_a_busy_machine_are_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are better than none: a vendor's figures would be of another kind than measured ones."""
+    disturbed = mock.Mock(return_value=Timing(50.0, True))
+    monkeypatch.setattr(op_timers, "quickest", disturbed)
+    rates = measured_rates(HOST, tmp_path, outside_fake_mode)
+    assert rates.call_us == rates.call_us == 50.0
+    assert disturbed.call_count == 1
+    assert not number_path(tmp_path, HOST, op_timers.KIND).exists()

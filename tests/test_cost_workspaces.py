@@ -1,4 +1,4 @@
-"""Workspaces of library calls: measured once or estimated, kept on disk, nothing else disturbed."""
+"""Scratch memory: measured, of reductions, and inside of CUDA's libraries."""
 
 from __future__ import annotations
 
@@ -8,15 +8,28 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fxremat.compat.configuration import OpOverload
 from fxremat.cost import call_times, workspaces
 from fxremat.cost.call_times import made_real
+from fxremat.cost.cuda_scratch import (
+    IN_FORM_OUT,
+    MOST_THREADS,
+    CudaScratch,
+    Multiprocessors,
+    scratch_of_reduction,
+)
 from fxremat.cost.workspaces import Workspaces
+from fxremat.memory.allocator_settings import MIN_BLOCK_BYTES, round_up
 from fxremat.memory.measured_peak import measure_peak
 from fxremat.sizes import format_bytes
 from tests import nets
 from tests.single_calls import ATEN, X, call, item
+
+# --- workspaces ---------------------------------------------------------------------------
+
 
 HOST = torch.device("cpu")
 CONV_BACKWARD = ATEN.convolution_backward.default
@@ -117,7 +130,7 @@ def test_a_call_that_raises_counts_nothing_and_is_told_once(
     assert "TypeError" in line or "RuntimeError" in line
 
 
-# --- calls for which there is no room -----------------------------------------------------------
+# --- calls for which there is no room -----------------------------------------------------
 
 
 def batch_of(images: int) -> tuple[Any, ...]:
@@ -192,3 +205,127 @@ def test_on_a_cpu_a_call_that_would_fill_the_memory_is_not_tried(
     no_room_above(8, AssertionError("tried"), monkeypatch)
     assert Workspaces(HOST).of_call(CONV_BACKWARD, batch_of(32), {}) == 4 * part
     assert len(caplog.messages) == 1
+
+
+# --- cuda reductions ----------------------------------------------------------------------
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Without memory."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def test_a_sum_of_rows_as_an_h200_recorded_it() -> None:
+    """By torch 2.11: 16 blocks share a result, and 3 groups of blocks have a counter each."""
+    for target in (ATEN.sum.dim_IntList, ATEN.sum.IntList_out):
+        assert CudaScratch().blocks_of_call(target, (meta(1024, 300), [0]), {}) == (2457600, 12)
+
+
+def test_each_row_by_itself_takes_none() -> None:
+    """There are enough rows for all threads, also in the form with ``out``."""
+    for target in (ATEN.sum.dim_IntList, ATEN.amax.default, ATEN.amax.out, ATEN.amin.out):
+        assert CudaScratch().blocks_of_call(target, (meta(1024, 300), [1]), {}) == ()
+
+
+def test_what_writes_into_given_memory_has_the_same_schema() -> None:
+    for out, own in IN_FORM_OUT.items():
+        assert [a.name for a in out._schema.arguments if not a.is_out] == [
+            a.name for a in own._schema.arguments
+        ]
+
+
+@given(
+    st.integers(1, 10**6), st.integers(1, 10**5), st.sampled_from([2, 4, 8]),
+    st.booleans(), st.booleans(), st.integers(1, 200),
+)  # fmt: skip
+def test_there_is_room_for_each_result(
+    inputs: int, results: int, itemsize: int, along: bool, contiguous: bool, count: int
+) -> None:
+    """At least two blocks share each result, where any do; and never more than have values."""
+    card = Multiprocessors(count, 2048)
+    blocks = scratch_of_reduction(
+        inputs, results, itemsize, along=along, contiguous=contiguous, card=card
+    )
+    if blocks:
+        partial, counters = blocks
+        assert partial >= 2 * results * itemsize
+        assert counters % 4 == 0
+        assert 0 < counters <= 4 * results
+        assert partial <= max(inputs, MOST_THREADS) * results * itemsize
+    else:
+        assert inputs < 10**6 or results > 1 or count == 1
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (4, 0)])
+def test_nothing_of_nothing(shape: tuple[int, ...]) -> None:
+    assert CudaScratch().blocks_of_call(ATEN.amax.default, (meta(*shape),), {}) == ()
+
+
+# --- cuda scratch -------------------------------------------------------------------------
+
+
+BF16, HALF, FULL = torch.bfloat16, torch.float16, torch.float32
+ATTENTION = [
+    # kernel, batch, heads, heads of keys, length, width, dtype, blocks
+    ("flash", 16, 12, 12, 1024, 64, BF16, (786432, 50331648)),
+    ("flash", 8, 16, 4, 2048, 64, BF16, (1048576, 67108864, 33554432, 33554432)),
+    ("flash", 2, 8, 8, 1000, 80, HALF, (65536, 6291456)),
+    ("flash", 2, 8, 2, 1024, 128, BF16, (65536, 8388608, 4194304, 4194304)),
+    ("flash", 1, 4, 4, 300, 40, BF16, (6144, 393216)),
+    ("cudnn", 16, 12, 12, 1024, 64, BF16, (51118336,)),
+    ("cudnn", 8, 16, 4, 2048, 64, BF16, (135266560,)),
+    ("cudnn", 2, 8, 8, 1000, 80, HALF, (5184256,)),
+    ("cudnn", 2, 8, 2, 1024, 128, BF16, (16843008,)),
+    ("efficient", 16, 12, 12, 1024, 64, BF16, (786432, 50380800)),
+    ("efficient", 8, 12, 12, 512, 64, BF16, (196608, 12595200)),
+    ("efficient", 16, 12, 12, 1024, 64, FULL, (50331648, 786432, 786432)),
+    ("efficient", 8, 12, 12, 512, 64, FULL, (12582912, 196608, 196608)),
+    ("efficient", 2, 8, 8, 1000, 80, FULL, (64000, 8392704)),
+]
+
+
+def tensors_of(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    """A tensor without memory."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+@pytest.mark.parametrize("case", ATTENTION, ids=lambda case: "-".join(map(str, case[:6])))
+def test_backward_of_attention(case: Any) -> None:
+    kernel, batch, heads, key_heads, length, width, dtype, blocks = case
+    target = getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_attention_backward").default
+    query = tensors_of(batch, heads, length, width, dtype=dtype)
+    key = tensors_of(batch, key_heads, length, width, dtype=dtype)
+    args = (query, query, key, key)
+    assert CudaScratch().blocks_of_call(target, args, {}) == blocks
+    assert CudaScratch().of_call(target, args, {}) == sum(blocks)
+
+
+def test_counters_of_efficient_attention() -> None:
+    """Of other widths a tile has one counter, not two: 0.02 % too much are said."""
+    target = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default
+    said = CudaScratch().blocks_of_call(target, (tensors_of(2, 8, 1000, 80),) * 4, {})
+    assert said == (64000, 8390656 + 16 * 16 * 8)
+
+
+@pytest.mark.parametrize(
+    ("count", "width", "of_indices", "of_cub"),
+    [(16384, 768, 131072, 270847), (4096, 1024, 32768, 71167)],
+)
+def test_adding_by_an_index(count: int, width: int, of_indices: int, of_cub: int) -> None:
+    table, index = tensors_of(50304, width), tensors_of(count, dtype=torch.int64)
+    args = (table, [index], tensors_of(count, width), True)
+    *sorting, more = CudaScratch().blocks_of_call(torch.ops.aten.index_put_.default, args, {})
+    assert sorting == [of_indices] * 4
+    assert round_up(more, MIN_BLOCK_BYTES) == round_up(of_cub, MIN_BLOCK_BYTES)
+
+
+def test_norms_of_many_tensors_are_added_up_from_pieces() -> None:
+    tensors = [tensors_of(65536 * 2 + 1), tensors_of(5)]
+    norm = torch.ops.aten._foreach_norm.Scalar
+    assert CudaScratch().blocks_of_call(norm, (tensors,), {}) == (2 * 3 * 4,)
+
+
+def test_products_take_none() -> None:
+    assert (
+        CudaScratch().blocks_of_call(torch.ops.aten.mm.default, (tensors_of(4, 4),) * 2, {}) == ()
+    )

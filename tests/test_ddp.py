@@ -1,14 +1,15 @@
-"""Models whose graphs DDP splits: they share one budget."""
+"""DDP: its buckets are counted, and the graphs that it splits share one budget."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import fx, nn
+from torch.nn import functional as F
 
 import fxremat
 from fxremat.compat.backward import backward_drops_gradients
@@ -17,39 +18,28 @@ from fxremat.compat.ranks import parts_split_for_ddp
 from fxremat.compile import session
 from fxremat.report.report import Report
 from fxremat.sizes import MIB
+from tests.graphs import Net
 
 if not torch.distributed.is_available():
     pytest.skip("torch without torch.distributed", allow_module_level=True)
 
+from tests.ranks import LEAST, PERCENTS, Blocks, Found, Trained, compared, kept, on_ranks
+
 BUDGET = 16 * MIB
+RANKS, WIDTH = 2, 128
 
 
-class Layers(nn.Module):
+def layers() -> nn.Module:
     """Each layer's weights fill a bucket of 1 MiB."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(600, 600) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = nn.functional.gelu(layer(x))
-        return x.square().mean()
-
-
-@pytest.fixture
-def rank(tmp_path: Path) -> Iterator[None]:
-    """The only rank of a job."""
-    store = f"file://{tmp_path}/store"
-    torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
-    torch._dynamo.reset()
-    yield
-    torch.distributed.destroy_process_group()
+    return Net(
+        lambda net, x: reduce(lambda x, layer: F.gelu(layer(x)), net.layers, x).square().mean(),
+        layers=nn.ModuleList(nn.Linear(600, 600) for _ in range(3)),
+    )
 
 
 def split_reports(executor: str, rows: int) -> tuple[list[Report], int, int]:
     """Of the parts of a graph, which share the budget, bytes of DDP's buckets, and the peak."""
-    own = Layers()
+    own = layers()
     model = nn.parallel.DistributedDataParallel(own, bucket_cap_mb=1, gradient_as_bucket_view=True)
     options: dict[str, Any] = {"memory_budget": BUDGET, "executor": executor, "solver": "greedy"}
     assert not splits_for_ddp()
@@ -70,7 +60,7 @@ def split_reports(executor: str, rows: int) -> tuple[list[Report], int, int]:
     return reports, buckets, peak
 
 
-@pytest.mark.usefixtures("rank")
+@pytest.mark.usefixtures("only_rank")
 @pytest.mark.parametrize(
     "executor", [pytest.param("aot_eager", marks=pytest.mark.slow), "inductor"]
 )
@@ -88,7 +78,7 @@ def test_parts_of_a_split_graph_are_planned_together(executor: str) -> None:
     assert [index for _, index in session.STATE.seen.values()] == [*range(len(reports))]
 
 
-@pytest.mark.usefixtures("rank")
+@pytest.mark.usefixtures("only_rank")
 def test_parts_that_cannot_be_looked_at_are_planned_one_by_one(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -105,7 +95,7 @@ def test_parts_that_cannot_be_looked_at_are_planned_one_by_one(
     assert buckets + sum(own) <= BUDGET
 
 
-@pytest.mark.usefixtures("rank")
+@pytest.mark.usefixtures("only_rank")
 def test_parts_are_those_that_a_backend_is_given() -> None:
     """Code, sizes, and which inputs are parameters; all of them when the first is compiled."""
     shown, given = list[tuple[str, ...]](), list[str]()
@@ -116,11 +106,65 @@ def test_parts_are_those_that_a_backend_is_given() -> None:
         given.append(session.signature(gm, inputs))
         if parts:
             parameters = [isinstance(x, nn.Parameter) for _, each in parts for x in each]
-            assert sum(parameters) == len(list(Layers().parameters()))
+            assert sum(parameters) == len(list(layers().parameters()))
         return gm.forward
 
-    model = nn.parallel.DistributedDataParallel(Layers(), bucket_cap_mb=1)
+    model = nn.parallel.DistributedDataParallel(layers(), bucket_cap_mb=1)
     torch.compile(model, backend=backend)(torch.randn(128, 600)).backward()
     assert len(given) > 1
     assert shown == [tuple(given)] + [()] * (len(given) - 1)
     assert parts_split_for_ddp() == []
+
+
+# --- two ranks ----------------------------------------------------------------------------
+
+
+class Parallel(Trained):
+    """One rank's copy of a model in DDP, with small buckets."""
+
+    def __init__(self, rank: int, way: str, split: bool, views: bool, **how: Any) -> None:
+        torch._dynamo.config.optimize_ddp = split
+        torch.manual_seed(0)
+        self.model = Blocks(4, WIDTH)
+        parallel = nn.parallel.DistributedDataParallel(
+            self.model, bucket_cap_mb=1, gradient_as_bucket_view=views
+        )
+        self.compile(parallel, way, **how)
+        numbers = torch.Generator().manual_seed(rank)
+        self.x = torch.randn(16, 32, WIDTH, generator=numbers)
+
+    def beside_bytes(self) -> int:
+        """Of the buckets, which hold each gradient."""
+        return sum(p.nbytes for p in self.model.parameters())
+
+
+def parallel(
+    rank: int, way: str, split: bool, views: bool, percents: tuple[int, ...]
+) -> dict[str, Found]:
+    def make(**how: Any) -> Parallel:
+        return Parallel(rank, way, split, views, **how)
+
+    exactly = not split or backward_drops_gradients()
+    return {way: compared(make, percents, exactly=exactly)}
+
+
+SLOW: list[tuple[str, bool, bool, tuple[int, ...]]] = [
+    ("the whole", False, False, PERCENTS),
+    ("the whole", True, True, PERCENTS),
+    ("the whole", True, False, (70,)),
+    ("each block", False, True, (LEAST,)),
+]
+
+
+@pytest.mark.parametrize(
+    ("way", "split", "views", "percents"),
+    [
+        ("each block", False, True, (60,)),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
+    ],
+)
+def test_each_rank_keeps_its_budget_with_the_buckets(
+    tmp_path: Path, way: str, split: bool, views: bool, percents: tuple[int, ...]
+) -> None:
+    work = partial(parallel, way=way, split=split, views=views, percents=percents)
+    kept(on_ranks(RANKS, tmp_path, work))

@@ -177,10 +177,7 @@ class Regression(nn.Module):
 @pytest.mark.usefixtures("fresh")
 @pytest.mark.parametrize("page", [page for page in PAGES if to_run(page)], ids=name_of)
 def test_code_runs(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The blocks of a page that are marked run one after the other, in one namespace.
-
-    Each of the guide's begins with a model that was not compiled yet.
-    """
+    """The blocks of a page that are marked run one after the other, in one namespace."""
     module = ModuleType(page.stem)
     monkeypatch.setitem(sys.modules, module.__name__, module)  # dataclasses look for theirs there
     monkeypatch.chdir(tmp_path)

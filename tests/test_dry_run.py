@@ -1,28 +1,51 @@
-"""The code that Inductor would run, on tensors without memory: counted, named, obeyed."""
+"""Dry runs: what Inductor would allocate, what is kept, and operators of ours."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
 
 import fxremat
+from fxremat.compat.configuration import inductor_config
 from fxremat.compat.inductor.generated_code import Generated
 from fxremat.compat.tensors import without_memory
-from fxremat.compile.dry_run.dry_run import AllocatorEvents, DryRun, dry_run
+from fxremat.compile.dry_run.dry_run import (
+    AllocatorEvents,
+    DryRun,
+    _dry_run_from_json,
+    _dry_run_to_json,
+    dry_run,
+    dry_run_once,
+)
 from fxremat.compile.dry_run.meter import CodeMeter, Workspace
 from fxremat.core.events import Allocate, Free
 from fxremat.core.timeline import Lifetime
-from tests.compat_graphs import half
-from tests.small import Stack, seeded
+from fxremat.cost.cuda_scratch import CudaScratch
+from fxremat.cost.workspaces import Workspaces
+from fxremat.memory.allocator_settings import MIN_BLOCK_BYTES, round_up
+from fxremat.runtime import kernels
+from fxremat.runtime.chunks.buffers import adds_straight, extra_of_sum
+from fxremat.runtime.chunks.operator import ROWS
+from fxremat.runtime.chunks.program import parse
+from fxremat.whatif.device import absent
+from fxremat.whatif.explanation import Explanation
+from tests.compat_graphs import half, shared
+from tests.graphs import Net
+from tests.loss_program import CLASSES, FEATURES, program
+from tests.small import Convolutions, Stack, seeded
 
 pytestmark = pytest.mark.usefixtures("fresh")
 
 
-# --- generated code on tensors without memory ----------------------------------------------------
+# --- generated code on tensors without memory ---------------------------------------------
 
 HEADER = """
 import torch
@@ -63,6 +86,11 @@ def counted(body: str, workspace: Workspace = lambda op, args, kwargs: ()) -> tu
     return meter, results
 
 
+def sorting(op: Any) -> tuple[int, ...]:
+    """Scratch memory of a sort, and of nothing else."""
+    return (600, 400) if op is torch.ops.aten.sort.default else ()
+
+
 def test_bytes_after_each_allocation() -> None:
     meter, results = counted(CHAIN)
     levels = list(dict.fromkeys(meter.live_bytes))
@@ -84,7 +112,7 @@ def test_scratch_memory_of_a_library_call_is_on_top_of_its_results() -> None:
 
     def workspace(op: Any, args: Any, kwargs: Any) -> tuple[int, ...]:
         asked.append(str(op))
-        return (600, 400) if op is torch.ops.aten.sort.default else ()
+        return sorting(op)
 
     meter, _ = counted(CHAIN, workspace)
     assert meter.peak == 1300
@@ -98,46 +126,29 @@ def bytes_at(lifetimes: Iterable[Lifetime], points: int) -> list[int]:
     return [sum(x.nbytes for x in shown if x.start <= k < x.stop) for k in range(points)]
 
 
-# --- a dry run ------------------------------------------------------------------------------------
+# --- a dry run ----------------------------------------------------------------------------
 
 
 def test_lifetimes_add_up_to_what_is_live() -> None:
     """The scratch memory of the sort among them; what is freed in between is not."""
 
-    def workspace(op: Any, args: Any, kwargs: Any) -> tuple[int, ...]:
-        return (600, 400) if op is torch.ops.aten.sort.default else ()
-
-    meter, _ = counted(CHAIN, workspace)
+    meter, _ = counted(CHAIN, lambda op, *_: sorting(op))
     shown = [*meter.lifetimes, *map(meter.lifetime, meter.live.values())]
     assert bytes_at(shown, len(meter.live_bytes)) == meter.live_bytes
     assert [one.nbytes for one in shown if one.workspace] == [1000]
     assert {one.value for one in shown} == {"mul", "sum_1", "sort"}
 
 
-class Two(nn.Module):
-    """Two products of matrices that are all of one size."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = (nn.Parameter(torch.ones(64, 64)) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.first @ self.second
-
-
 def test_what_the_caller_holds_is_there_to_the_end() -> None:
-    """Inputs, the result, and the incoming gradient, which the last product does not need.
+    """Inputs, the result, and the incoming gradient, which the last product does not need."""
 
-    Beside them the last product has its operand, its result and the other gradient.
-    """
-    found: list[DryRun] = []
-
-    def step(forward: Any, backward: Any) -> None:
+    def step(forward: Any, backward: Any) -> DryRun:
         asked: dict[str, Any] = {"num_fwd_outputs": 1, "device": "cpu", "workspace": lambda *_: ()}
-        found.append(dry_run(forward, backward, **asked))
+        return dry_run(forward, backward, **asked)
 
-    half(Two(), step, torch.ones(64, 64))
-    (shown,) = found
+    weights = {name: nn.Parameter(torch.ones(64, 64)) for name in ("first", "second")}
+    products = Net(lambda net, x: x @ net.first @ net.second, **weights)
+    shown = half(products, step, torch.ones(64, 64))
     assert shown.peak_bytes == 8 * 64 * 64 * 4
     held = {"primals_1", "primals_2", "primals_3", "mm_1", "tangents_1"}
     assert held <= dict(shown.at_peak).keys()
@@ -211,3 +222,257 @@ def test_code_that_cannot_run_without_data_is_planned_with_a_warning(
     assert report.predicted_peak_bytes == report.planned_peak_bytes <= budget
     assert "could not run without data (NotImplementedError: no fake kernel)" in caplog.text
     assert report.order == "planned"  # the plan is all there is: Inductor has to keep to it
+
+
+# --- dry run kept -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Where dry runs are kept."""
+    monkeypatch.setattr("fxremat.compile.search.candidates.cache_directory", lambda: str(tmp_path))
+    return tmp_path / "fxremat" / "dry_runs"
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[DryRun]:
+    """The dry runs that were really made."""
+    found = []
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        found.append(dry_run(*args, **kwargs))
+        return found[-1]
+
+    monkeypatch.setattr("fxremat.compile.dry_run.dry_run.dry_run", noting)
+    return found
+
+
+def explain(model: Any = None, rows: int = 512, **options: Any) -> Explanation:
+    torch._dynamo.reset()
+    made, x = seeded(model or (lambda: Stack(2)), rows, 32)
+    return fxremat.explain(made, x, options={"memory_budget": "1.3MiB", **options})
+
+
+def images() -> Explanation:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    options = {"memory_budget": "1000kB", "variants": "none", "solver": "greedy"}
+    return fxremat.explain(Convolutions(), torch.randn(4, 3, 32, 32), options=options)
+
+
+def unchanging(explanation: Explanation) -> Any:
+    """What does not depend on the clock."""
+    report = explanation.graphs[0]
+    assert explanation.plan is not None
+    return (
+        explanation.plan.steps,
+        explanation.predicted_peak_bytes,
+        report.dry_runs,
+        report.at_peak,
+    )
+
+
+@pytest.mark.parametrize("ask", [explain, images])
+def test_no_dry_run_is_made_twice(
+    kept: Path, made: list[Any], ask: Callable[[], Explanation]
+) -> None:
+    first, count = ask(), len(made)
+    assert 0 < len(list(kept.iterdir())) == count
+    second = ask()
+    assert len(made) == count
+    assert unchanging(second) == unchanging(first)
+
+
+@pytest.mark.usefixtures("kept")
+@pytest.mark.parametrize("change", [{"rows": 448}, {"inductor": {"max_fusion_size": 2}}])
+def test_another_batch_and_other_options_count_anew(made: list[Any], change: Any) -> None:
+    explain(solver="greedy")
+    count = len(made)
+    explain(solver="greedy", **change)
+    assert len(made) > count
+
+
+@pytest.mark.parametrize(
+    ("change", "threads", "count"),
+    [
+        ({}, 2, 1),
+        ({"num_fwd_outputs": 2}, 2, 2),
+        ({"device": "cuda"}, 2, 2),
+        ({"card": "H100"}, 2, 2),
+        ({}, 1, 2),
+    ],
+    ids=["nothing", "results", "device", "card", "threads"],
+)
+def test_the_same_graphs_are_counted_anew_where_something_else_differs(
+    kept: Path, made: list[Any], change: dict[str, Any], threads: int, count: int
+) -> None:
+    def step(forward: Any, backward: Any) -> None:
+        asked: dict[str, Any] = {"num_fwd_outputs": 1, "device": "cpu"}
+        asked |= {"workspace": lambda *_: (), "directory": kept}
+        before = torch.get_num_threads()
+        try:
+            torch.set_num_threads(2)
+            dry_run_once(forward, backward, **asked)
+            torch.set_num_threads(threads)
+            dry_run_once(forward, backward, **{**asked, **change})
+        finally:
+            torch.set_num_threads(before)
+
+    half(shared(), step)
+    assert len(made) == count
+
+
+SIZES = st.integers(0, 2**50)
+DRY_RUNS = st.builds(
+    DryRun,
+    peak_bytes=SIZES,
+    live_bytes=st.lists(SIZES).map(tuple),
+    at_peak=st.lists(st.tuples(st.text(), SIZES)).map(tuple),
+    scratch=st.dictionaries(st.text(), SIZES),
+    lifetimes=st.lists(st.builds(Lifetime, st.text(), SIZES, SIZES, SIZES, st.booleans())).map(
+        tuple
+    ),
+)
+
+
+@given(DRY_RUNS)
+def test_every_dry_run_is_read_back(shown: DryRun) -> None:
+    assert _dry_run_from_json(json.loads(json.dumps(_dry_run_to_json(shown)))) == shown
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"peak_bytes": None},
+        {"at_peak": [1, 2]},
+        {"scratch": []},
+        {"live_bytes": "much"},
+        {"lifetimes": 3},
+    ],
+)
+def test_what_is_no_dry_run_is_not_believed(damage: dict[str, Any]) -> None:
+    answer = _dry_run_to_json(DryRun(1, (1,), (("x", 1),), {"x": 1}))
+    assert _dry_run_from_json(answer) is not None
+    assert _dry_run_from_json({**answer, **damage}) is None
+    (name,) = damage
+    del answer[name]
+    assert _dry_run_from_json(answer) is None
+
+
+def test_nothing_is_kept_where_caches_are_disabled(kept: Path, made: list[Any]) -> None:
+    with inductor_config.patch(force_disable_caches=True):
+        explain()
+    assert made
+    assert not kept.exists()
+
+
+# --- dry run operators --------------------------------------------------------------------
+
+
+BF16 = torch.bfloat16
+
+
+def meter() -> CodeMeter:
+    """Of CUDA."""
+    return CodeMeter(device="cuda", workspace=CudaScratch().blocks_of_call)
+
+
+def loss_on_cuda(count: int, chunk: int, *, fused: bool) -> tuple[Any, ...]:
+    """Arguments of the operator, without memory."""
+    x = torch.empty(count, FEATURES, dtype=BF16, device="cuda")
+    y = torch.zeros(count, 1, dtype=torch.int64, device="cuda")
+    w = torch.empty(CLASSES, FEATURES, dtype=BF16, device="cuda")
+    return [x, y], [w.t(), w], program(BF16, "cuda"), chunk, chunk, fused
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_events_have_the_peak_that_the_operator_declares(fused: bool) -> None:
+    """The results come first, each with its own memory; all else is freed at the end."""
+    count, chunk = 4096, 1024
+    with absent("H100"), without_memory():
+        args = loss_on_cuda(count, chunk, fused=fused)
+        declared = kernels.WORKSPACES[ROWS](*args, measure=CudaScratch().of_call)
+        found = meter().inside(ROWS, args, {})
+        results = [t.untyped_storage().nbytes() for t in ROWS(*args)]
+    assert found is not None
+    live: dict[str, int] = {}
+    current = peak = 0
+    for event in found.events:
+        if isinstance(event, Allocate):
+            live[event.name] = round_up(event.nbytes, MIN_BLOCK_BYTES)
+            current += live[event.name]
+            peak = max(peak, current)
+        elif isinstance(event, Free):
+            current -= live.pop(event.name)
+    assert sorted(live) == sorted(str(name) for name in found.results)
+    assert [live[str(name)] for name in found.results] == [
+        round_up(size, MIN_BLOCK_BYTES) for size in results
+    ]
+    assert found.scratch == peak - current
+    assert 0 <= found.scratch - declared <= 20 * MIN_BLOCK_BYTES  # rounded up, each
+
+
+def test_products_add_to_the_sum_in_float32() -> None:
+    """On CUDA no partial sum exists: beside the result, in low precision, the sum so far."""
+    one = next(s for s in parse(program(BF16)).loop if s.kind == "sum")
+    size = CLASSES * FEATURES
+    assert adds_straight(one, "cuda")
+    assert not adds_straight(one, "cpu")
+    assert extra_of_sum(one, "cuda") == 4 * size
+    assert extra_of_sum(one, "cpu") == (4 + 4 + 2) * size
+
+
+def test_a_dry_run_names_the_results_of_an_operator() -> None:
+    """What it freed inside is gone; its results are freed when the code drops them."""
+    with absent("H100"), without_memory():
+        args = loss_on_cuda(2048, 512, fused=False)
+        outer = meter()
+        outer.ignore([*args[0], *args[1]])
+        made = ROWS(*args)
+        outer.call(ROWS, args, {}, made)
+        held = outer.current
+        assert held == sum(round_up(t.untyped_storage().nbytes(), MIN_BLOCK_BYTES) for t in made)
+        assert outer.peak > held
+        del made
+        outer.sweep()
+    allocated = [event.name for event in outer.events if isinstance(event, Allocate)]
+    freed = [event.name for event in outer.events if isinstance(event, Free)]
+    assert outer.current == 0
+    assert sorted(allocated) == sorted(freed)
+    assert len(set(allocated)) == len(allocated)
+
+
+def test_an_operator_that_looks_at_its_data_is_one_block() -> None:
+    target = ROWS
+    with absent("H100"), without_memory():
+        args = loss_on_cuda(2048, 512, fused=False)
+
+        def looks(*_: Any, **__: Any) -> Any:
+            return [float(args[0][0].sum())]
+
+        before = kernels.IMPLEMENTATIONS[target]
+        kernels.IMPLEMENTATIONS[target] = looks
+        try:
+            assert meter().inside(target, args, {}) is None
+        finally:
+            kernels.IMPLEMENTATIONS[target] = before
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fused", [False, True])
+def test_values_and_bytes_on_a_gpu(fused: bool) -> None:
+    """Against float64, and what the allocator says against what the operator declares."""
+    from fxremat.memory.measured_peak import measure_call
+    from tests.loss_program import expected, inputs
+
+    x, y, w = (t.cuda() for t in inputs(4096, BF16))
+    args = ([x, y], [w.t(), w], program(BF16, "cuda"), 1024, 1024, fused)
+    found = ROWS(*args)
+    for one, best in zip(found, expected(x.cpu(), y.cpu(), w.cpu()), strict=True):
+        assert (one.cpu().double() - best).abs().max() <= 2e-2 * best.abs().max()
+    made = sum(round_up(t.nbytes, MIN_BLOCK_BYTES) for t in found)
+    del found
+    declared = kernels.WORKSPACES[ROWS](*args, measure=Workspaces(x.device).of_call)
+    torch.cuda.empty_cache()  # a free block that is a little larger would count in full
+    above = measure_call(lambda: ROWS(*args), x.device) - made
+    assert 0 <= above - declared <= 20 * MIN_BLOCK_BYTES

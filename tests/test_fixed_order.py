@@ -33,7 +33,7 @@ from fxremat.passes.fixed_order import (
 from fxremat.passes.halves import RECOMPUTED
 from fxremat.passes.recompute import apply_plan
 from tests import nets
-from tests.graphs import Capture, batch, capture, everything_again, mlp
+from tests.graphs import Capture, Net, batch, capture, everything_again, mlp
 from tests.single_calls import ATEN, X
 from tests.small import forward_code
 
@@ -55,7 +55,7 @@ def constrained(seen: Capture) -> fx.Graph:
     return seen.backward.graph
 
 
-# --- results that are written ---------------------------------------------------------------------
+# --- results that are written -------------------------------------------------------------
 
 
 def test_planned_results_of_loops_are_written() -> None:
@@ -133,7 +133,7 @@ def test_the_pass_adds_to_the_graph_and_takes_nothing_away(name: str) -> None:
     assert [name for name in after if name in set(before)] == before
 
 
-# --- fences ---------------------------------------------------------------------------------------
+# --- fences -------------------------------------------------------------------------------
 
 CALL = Scheduled(is_call=True, is_loop=False, read=100, written=100)
 LOOP = Scheduled(is_call=False, is_loop=True, read=100, written=100)
@@ -213,7 +213,7 @@ def test_what_waits_can_be_put_in_order(kernels: list[Scheduled]) -> None:
             assert place[position] <= position
 
 
-# --- functions ------------------------------------------------------------------------------------
+# --- functions ----------------------------------------------------------------------------
 
 
 def most_at_once(loops: list[Footprint], ends: set[int]) -> int:
@@ -239,17 +239,6 @@ def test_functions_take_no_more_than_the_largest_loop(loops: list[Footprint]) ->
         )
 
 
-class Late(nn.Module):
-    """A loop, a matrix product, and another loop over what the first one reads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.ones(64, 64))
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return x.exp() @ self.w, x.sin()
-
-
 class Always(Fence):
     def hold(self, nodes: list[Any]) -> list[Any]:
         run_in_functions(nodes, lambda loops: set(range(len(loops))))
@@ -257,28 +246,20 @@ class Always(Fence):
 
 
 def test_loops_on_either_side_of_a_call_are_not_fused() -> None:
-    together = forward_code(Late(), batch(32, 64))
-    apart = forward_code(Late(), batch(32, 64), **{SCHEDULER_PASS: Always("1")})
+    """A loop, a matrix product, and another loop over what the first one reads."""
+    late = Net(lambda net, x: (x.exp() @ net.w, x.sin()), w=nn.Parameter(torch.ones(64, 64)))
+    together = forward_code(late, batch(32, 64))
+    apart = forward_code(late, batch(32, 64), **{SCHEDULER_PASS: Always("1")})
     assert together.count("async_compile.cpp_pybinding(") == 1
     assert apart.count("async_compile.cpp_pybinding(") == 2
 
 
-class Image(nn.Module):
-    """A convolution of an image that Inductor copies to channels last, and a loop beside it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.convolution = nn.Conv2d(3, 16, 3, padding=1)
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return x.exp(), self.convolution(x)
-
-
 def test_a_copy_into_another_layout_is_the_last_loop_before_its_call() -> None:
     """Its memory is not there while the other loop runs; in one function both results would be."""
-    x = torch.randn(2, 3, 32, 32)
-    together = forward_code(Image(), x)
-    apart = forward_code(Image(), x, **{SCHEDULER_PASS: Always("1")})
+    x, convolution = torch.randn(2, 3, 32, 32), nn.Conv2d(3, 16, 3, padding=1)
+    net = Net(lambda net, x: (x.exp(), net.convolution(x)), convolution=convolution)
+    together = forward_code(net, x)
+    apart = forward_code(net, x, **{SCHEDULER_PASS: Always("1")})
     assert "cpp_fused_convolution_exp" in together
     copy = "empty_strided_cpu((2, 3, 32, 32), (3072, 1, 96, 3)"
     places = [
@@ -288,7 +269,7 @@ def test_a_copy_into_another_layout_is_the_last_loop_before_its_call() -> None:
     assert places == sorted(places)
 
 
-# --- the user's passes, and Inductor's cache ------------------------------------------------------
+# --- the user's passes, and Inductor's cache ----------------------------------------------
 
 
 class Named:

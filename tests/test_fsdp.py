@@ -14,18 +14,14 @@ import fxremat
 from fxremat.compat.ranks import Shards, shards_of
 from fxremat.errors import NotTraceable
 from tests.ranks import PERCENTS, Blocks, Trained, in_way, kept, on_ranks
-from tests.test_step_in_flight import Chain
+from tests.small import Chain
 
 if not torch.distributed.is_available():
     pytest.skip("torch without torch.distributed", allow_module_level=True)
 
 from torch import distributed
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 RANKS, WIDTH = 2, 64
 KEPT = "each block, whole from forward to backward, in bf16"
@@ -46,11 +42,7 @@ class Sharded(Trained):
         for block in self.model.blocks:
             fully_shard(block, reshard_after_forward=way != KEPT, **mixed)
         fully_shard(self.model, **mixed)
-        if way != "the whole":
-            for block in self.model.blocks:
-                block.compile(**how)
-        call: Any = self.model
-        self.call = torch.compile(self.model, **how) if way == "the whole" else call
+        self.compile(self.model, way, **how)
         self.x = torch.randint(32, (8, 128), generator=torch.Generator().manual_seed(rank))
         self.to_prepare = how.get("options") if way == PREPARED else None
 
@@ -58,63 +50,49 @@ class Sharded(Trained):
         if self.to_prepare is not None:
             fxremat.prepare(self.model, self.x, options=self.to_prepare)
             self.to_prepare = None
-        self.call(self.x).backward()
-
-    def held(self) -> Any:
-        return self.model, self.x
+        super().run()
 
 
+@pytest.mark.usefixtures("only_rank")
 @pytest.mark.parametrize("sharded", [False, True], ids=["tensor parallel", "below FSDP2"])
-def test_prepare_refuses_what_it_cannot_look_at(tmp_path: Path, sharded: bool) -> None:
+def test_prepare_refuses_what_it_cannot_look_at(sharded: bool) -> None:
     """And leaves the model as it was."""
-    store = f"file://{tmp_path}/store"
-    distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
-    try:
-        mesh = distributed.device_mesh.init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b"))
-        model: Any = Blocks(2, 16)
-        for block in model.blocks:
-            plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-            parallelize_module(block, mesh["b"], plan)
-            if sharded:
-                fully_shard(block, mesh=mesh["a"])
-        x = torch.randn(4, 8, 16)
-        with pytest.raises(NotTraceable, match=r"blocks\.0\.up\.weight is a part of"):
-            fxremat.prepare(model, x, memory_budget="1GiB")
-        model(x).backward()
-    finally:
-        distributed.destroy_process_group()
+    mesh = distributed.device_mesh.init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b"))
+    model: Any = Blocks(2, 16)
+    for block in model.blocks:
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        parallelize_module(block, mesh["b"], plan)
+        if sharded:
+            fully_shard(block, mesh=mesh["a"])
+    x = torch.randn(4, 8, 16)
+    with pytest.raises(NotTraceable, match=r"blocks\.0\.up\.weight is a part of"):
+        fxremat.prepare(model, x, memory_budget="1GiB")
+    model(x).backward()
 
 
-def test_bytes_of_the_parts_and_gathered(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("only_rank")
+def test_bytes_of_the_parts_and_gathered() -> None:
     """Gathered, and reduced, they are as wide as the policy says."""
-    store = f"file://{tmp_path}/store"
-    distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
-    try:
-        narrow, half, wide = MixedPrecisionPolicy, torch.bfloat16, torch.float32
-        for policy, width, sent in (
-            (narrow(), 4, 4),
-            (narrow(param_dtype=half), 2, 2),
-            (narrow(param_dtype=half, reduce_dtype=wide), 2, 4),
-        ):
-            mesh = distributed.device_mesh.init_device_mesh("cpu", (1,))
-            module: Any = fully_shard(torch.nn.Linear(4, 3), mesh=mesh, mp_policy=policy)
-            module(torch.ones(2, 4))
-            shards = shards_of(module)
-            whole = Shards(15 * 4, 15 * width, 15 * sent, kept=15 * width)
-            assert shards == whole  # the outermost module keeps what it has gathered
-            module.set_reshard_after_forward(True)
-            assert shards_of(module) == replace(whole, kept=0)
-            assert shards + shards == Shards(30 * 4, 30 * width, 30 * sent, 30 * width)
-    finally:
-        distributed.destroy_process_group()
+    narrow, half, wide = MixedPrecisionPolicy, torch.bfloat16, torch.float32
+    for policy, width, sent in (
+        (narrow(), 4, 4),
+        (narrow(param_dtype=half), 2, 2),
+        (narrow(param_dtype=half, reduce_dtype=wide), 2, 4),
+    ):
+        mesh = distributed.device_mesh.init_device_mesh("cpu", (1,))
+        module: Any = fully_shard(torch.nn.Linear(4, 3), mesh=mesh, mp_policy=policy)
+        module(torch.ones(2, 4))
+        shards = shards_of(module)
+        whole = Shards(15 * 4, 15 * width, 15 * sent, kept=15 * width)
+        assert shards == whole  # the outermost module keeps what it has gathered
+        module.set_reshard_after_forward(True)
+        assert shards_of(module) == replace(whole, kept=0)
+        assert shards + shards == Shards(30 * 4, 30 * width, 30 * sent, 30 * width)
 
 
 @pytest.mark.parametrize(
     ("way", "percents"),
-    [
-        ("each block", (60,)),
-        *(pytest.param(way, PERCENTS, marks=pytest.mark.slow) for way in WAYS),
-    ],
+    [("each block", (60,)), *(pytest.param(way, PERCENTS, marks=pytest.mark.slow) for way in WAYS)],
 )
 def test_a_budget_is_kept_on_each_rank_and_gradients_stay(
     tmp_path: Path, way: str, percents: tuple[int, ...]

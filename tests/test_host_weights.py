@@ -45,7 +45,7 @@ from tests.host_weights import (
 )
 from tests.small import Stack, seeded, train
 
-# --- what reading gives ------------------------------------------------------------------
+# --- what reading gives -------------------------------------------------------------------
 
 
 def calls_fetch(function: Callable[[], Tensor]) -> bool:
@@ -126,7 +126,7 @@ def test_classes_look_the_same() -> None:
     assert not calls_fetch(lambda: another(torch.ones(1, 3)))
 
 
-# --- graphs ------------------------------------------------------------------------------
+# --- graphs -------------------------------------------------------------------------------
 
 
 def joint_graph(model: nn.Module, x: Tensor) -> fx.Graph:
@@ -163,7 +163,7 @@ def test_the_joint_graph_fetches_what_it_reads_and_puts_gradients() -> None:
         assert [node.target for node in primal.users] == [torch.ops.fxremat.fetch.default]
 
 
-# --- the operators -----------------------------------------------------------------------
+# --- the operators ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("x", [torch.randn(3, 4), torch.randn(3, 4).t(), torch.arange(3)])
@@ -234,7 +234,7 @@ def test_complete_means_on_the_host_too(monkeypatch: pytest.MonkeyPatch) -> None
     assert waited == ["asleep", "recorded", "here"]
 
 
-# --- where the bytes are -----------------------------------------------------------------
+# --- where the bytes are ------------------------------------------------------------------
 
 
 def test_host_weights_and_their_gradients_are_not_on_the_device() -> None:
@@ -276,7 +276,7 @@ def test_cap_on_host_memory() -> None:
     assert torch.equal(model(x), expected)
 
 
-# --- modules as ever ---------------------------------------------------------------------
+# --- modules as ever ----------------------------------------------------------------------
 
 
 def test_state_dicts_and_resumed_training() -> None:

@@ -32,7 +32,7 @@ from tests.host_weights import (
 )
 from tests.small import Convolutions, Stack, seeded, train
 
-# --- the same training -------------------------------------------------------------------
+# --- the same training --------------------------------------------------------------------
 
 
 CASES = [*((way, False) for way in WAYS), ("eager", True), ("model", True)]
@@ -150,7 +150,7 @@ def test_compiled_before_it_is_moved() -> None:
     assert len(in_host_memory(model)) == 4
 
 
-# --- with a GPU --------------------------------------------------------------------------
+# --- with a GPU ---------------------------------------------------------------------------
 
 
 @pytest.mark.gpu

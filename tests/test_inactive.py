@@ -20,6 +20,7 @@ import fxremat
 from fxremat import inactive
 from fxremat.compat.dynamo import frames_given_up, modules_compiled_by, options_given_to
 from fxremat.sizes import MIB
+from tests.graphs import Net
 from tests.small import Block
 
 OPTIONS: dict[str, Any] = {
@@ -152,20 +153,11 @@ def test_a_module_that_dynamo_never_sees_is_named(told: pytest.LogCaptureFixture
 def test_nothing_is_said_of_what_is_planned_or_has_no_budget(
     told: pytest.LogCaptureFixture, budget: int | None
 ) -> None:
-    model: nn.Module = OneBlock() if budget is not None else BreakInLoop()
+    one_block = Net(lambda net, x: net.block(x).square().mean(), block=Block(16))
+    model: nn.Module = one_block if budget is not None else BreakInLoop()
     train(model, compiled(model, memory_budget=budget), torch.randn(4, 16))
     fxremat.reports()
     assert said(told) == []
-
-
-class OneBlock(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = Block(16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.block(x).square().mean()
-        return result
 
 
 def test_reports_tell_of_it_where_no_optimizer_steps(told: pytest.LogCaptureFixture) -> None:
@@ -243,25 +235,17 @@ def test_frames_that_dynamo_gave_up(told: pytest.LogCaptureFixture) -> None:
     assert "graph_break()" in one.reason
 
 
-class Checkpointing(nn.Module):
+def checkpointed(net: Any, x: Tensor) -> Any:
     """As models of Hugging Face and of diffusers, whose checkpointing is an attribute."""
-
-    def __init__(self, *, on: bool) -> None:
-        super().__init__()
-        self.block, self.gradient_checkpointing = Block(16), on
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.gradient_checkpointing:
-            x = checkpoint(self.block, x, use_reentrant=False)
-        else:
-            x = self.block(x)
-        return x.square().mean()
+    if net.gradient_checkpointing:
+        return checkpoint(net.block, x, use_reentrant=False).square().mean()
+    return net.block(x).square().mean()
 
 
 @pytest.mark.parametrize("on", [True, False])
 def test_checkpointing_of_the_model_itself_is_named(
     on: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = Checkpointing(on=on)
+    model = Net(checkpointed, block=Block(16), gradient_checkpointing=on)
     train(model, compiled(model), torch.randn(4, 16))
     assert ("gradient checkpointing is on: 1 regions" in caplog.text) is on

@@ -21,7 +21,7 @@ from fxremat.runtime import kernels
 from fxremat.verify.aliasing import check_in_place
 from tests.conftest import Golden
 from tests.graphs import batch
-from tests.in_place import judge
+from tests.random_nets import judge
 
 aten = torch.ops.aten
 Build = Callable[["Graph"], Sequence[fx.Node]]
@@ -130,100 +130,64 @@ def chained(g: Graph) -> list[fx.Node]:
     return [g.addmm(g.addmm(g.addmm(g.relu(g.x), g.x), g.w), g.x)]
 
 
-def read_before(g: Graph) -> list[fx.Node]:
-    y = g.relu(g.x)
-    z = g.relu(y)
-    return [z, g.addmm(y, z)]
+REWRITTEN: dict[str, tuple[Build, int]] = {
+    "batched": (batched, 1),
+    "through a view": (through_a_view, 1),
+    "rows": (rows, 1),
+    "chained": (chained, 3),
+    "read before": (lambda g: [z := g.relu(y := g.relu(g.x)), g.addmm(y, z)], 1),
+}
 
 
-@pytest.mark.parametrize(
-    ("build", "count"),
-    [(batched, 1), (through_a_view, 1), (rows, 1), (chained, 3), (read_before, 1)],
-)
+@pytest.mark.parametrize(("build", "count"), REWRITTEN.values(), ids=REWRITTEN)
 def test_rewritten(build: Build, count: int) -> None:
     assert len(after(build).pairs) == count
 
 
-def operand_is_an_input(g: Graph) -> list[fx.Node]:
-    return [g.addmm(g.x, g.w)]
+def shuffled(g: Graph) -> list[fx.Node]:
+    turned = g.call(aten.reshape.default, g.call(aten.t.default, g.relu(g.x)), [2, 8])
+    return [g.addmm(g.view(turned, 4, 4), g.x)]
 
 
-def operand_is_a_view_of_an_input(g: Graph) -> list[fx.Node]:
-    return [g.addmm(g.call(aten.t.default, g.call(aten.t.default, g.x)), g.w)]
+def expanded(g: Graph) -> list[fx.Node]:
+    row = g.relu(g.call(aten.select.int, g.x, 0, 0))
+    return [g.addmm(g.call(aten.expand.default, row, [4, 4]), g.x)]
 
 
-def operand_is_a_result(g: Graph) -> list[fx.Node]:
-    y = g.relu(g.x)
-    return [y, g.addmm(y, g.x)]
+def part(g: Graph) -> list[fx.Node]:
+    big = g.relu(g.call(aten.cat.default, [g.x, g.w]))
+    return [g.addmm(g.call(aten.slice.Tensor, big, 0, 0, 4), g.x)]
 
 
-def view_of_it_is_a_result(g: Graph) -> list[fx.Node]:
-    y = g.relu(g.x)
-    return [g.view(y, 16), g.addmm(y, g.x)]
-
-
-def operand_is_read_later(g: Graph) -> list[fx.Node]:
-    y = g.relu(g.x)
-    z = g.addmm(y, g.x)
-    return [z, g.relu(y)]
-
-
-def view_of_it_is_read_later(g: Graph) -> list[fx.Node]:
+def view_read_later(g: Graph) -> list[fx.Node]:
     y = g.relu(g.x)
     seen = g.call(aten.slice.Tensor, y, 0, 0, 2)
     return [g.addmm(y, g.x), g.relu(seen)]
 
 
-def operand_is_read_by_the_call(g: Graph) -> list[fx.Node]:
-    y = g.relu(g.x)
-    return [g.addmm(y, y)]
-
-
-def operand_is_expanded(g: Graph) -> list[fx.Node]:
-    row = g.relu(g.call(aten.select.int, g.x, 0, 0))
-    return [g.addmm(g.call(aten.expand.default, row, [4, 4]), g.x)]
-
-
-def operand_is_smaller(g: Graph) -> list[fx.Node]:
-    return [g.addmm(g.relu(g.call(aten.select.int, g.x, 0, 0)), g.x)]
-
-
-def operand_is_a_part(g: Graph) -> list[fx.Node]:
-    big = g.relu(g.call(aten.cat.default, [g.x, g.w]))
-    return [g.addmm(g.call(aten.slice.Tensor, big, 0, 0, 4), g.x)]
-
-
-def operand_is_transposed(g: Graph) -> list[fx.Node]:
-    return [g.addmm(g.call(aten.t.default, g.relu(g.x)), g.x)]
-
-
-def operand_is_shuffled(g: Graph) -> list[fx.Node]:
-    shuffled = g.call(aten.reshape.default, g.call(aten.t.default, g.relu(g.x)), [2, 8])
-    return [g.addmm(g.view(shuffled, 4, 4), g.x)]
-
-
-def operand_is_scaled(g: Graph) -> list[fx.Node]:
-    return [add_call(g.graph, aten.addmm.default, (g.relu(g.x), g.x, g.w), g.x, beta=2)]
-
-
-@pytest.mark.parametrize(
-    "build",
-    [
-        operand_is_an_input,
-        operand_is_a_view_of_an_input,
-        operand_is_a_result,
-        view_of_it_is_a_result,
-        operand_is_read_later,
-        view_of_it_is_read_later,
-        operand_is_read_by_the_call,
-        operand_is_expanded,
-        operand_is_smaller,
-        operand_is_a_part,
-        operand_is_transposed,
-        operand_is_shuffled,
-        operand_is_scaled,
+NOT_REWRITTEN: dict[str, Build] = {
+    "an input": lambda g: [g.addmm(g.x, g.w)],
+    "a view of an input": lambda g: [
+        g.addmm(g.call(aten.t.default, g.call(aten.t.default, g.x)), g.w)
     ],
-)
+    "a result": lambda g: [y := g.relu(g.x), g.addmm(y, g.x)],
+    "a view of it is a result": lambda g: [g.view(y := g.relu(g.x), 16), g.addmm(y, g.x)],
+    "read later": lambda g: [g.addmm(y := g.relu(g.x), g.x), g.relu(y)],
+    "a view of it is read later": view_read_later,
+    "read by the call": lambda g: [g.addmm(y := g.relu(g.x), y)],
+    "expanded": expanded,
+    "smaller": lambda g: [g.addmm(g.relu(g.call(aten.select.int, g.x, 0, 0)), g.x)],
+    "a part": part,
+    "transposed": lambda g: [g.addmm(g.call(aten.t.default, g.relu(g.x)), g.x)],
+    "shuffled": shuffled,
+    "scaled": lambda g: [
+        add_call(g.graph, aten.addmm.default, (g.relu(g.x), g.x, g.w), g.x, beta=2)
+    ],
+}
+"""What the operand is."""
+
+
+@pytest.mark.parametrize("build", NOT_REWRITTEN.values(), ids=NOT_REWRITTEN)
 def test_not_rewritten(build: Build) -> None:
     assert after(build).pairs == ()
 
@@ -279,7 +243,7 @@ def test_operators_add_to_what_is_there_in_any_layout() -> None:
         torch.testing.assert_close(acc, expected)
 
 
-# --- the verifier ------------------------------------------------------------------------
+# --- the verifier -------------------------------------------------------------------------
 
 
 def forced(build: Build, monkeypatch: Any, saved: Sequence[int] = (), forward: int = 99) -> str:
@@ -306,31 +270,33 @@ NOT_THE_SAME = "addmm_default_into computes what the graph did not compute befor
 SAVED = "addmm_default_into writes over relu_default, which the forward saved"
 
 
+COVERED = ("covers_storage", True)
+LATER = "after addmm_default_into wrote over it"
+
+
 @pytest.mark.parametrize(
-    ("build", "unasked", "said"),
+    ("operand", "unasked", "said"),
     [
-        (operand_is_read_later, None,
-         "relu_default_1 reads relu_default after addmm_default_into wrote over it"),
-        (view_of_it_is_read_later, None,
-         "relu_default_1 reads slice_tensor after addmm_default_into wrote over it"),
-        (view_of_it_is_a_result, None, "result 0 is not what it was"),
-        (operand_is_an_input, ("_is_fresh", True),
+        ("read later", None, f"relu_default_1 reads relu_default {LATER}"),
+        ("a view of it is read later", None, f"relu_default_1 reads slice_tensor {LATER}"),
+        ("a view of it is a result", None, "result 0 is not what it was"),
+        ("an input", ("_is_fresh", True),
          "addmm_default_into writes over primals_1, which the graph does not own"),
-        (operand_is_expanded, ("covers_storage", True), NOT_THE_SAME),
-        (operand_is_transposed, ("covers_storage", True), NOT_THE_SAME),
-        (operand_is_a_part, ("covers_storage", True), NOT_THE_SAME),
-        (operand_is_shuffled, ("covers_storage", True), NOT_THE_SAME),
-        (operand_is_read_by_the_call, ("_tensors", []),
+        ("expanded", COVERED, NOT_THE_SAME),
+        ("transposed", COVERED, NOT_THE_SAME),
+        ("a part", COVERED, NOT_THE_SAME),
+        ("shuffled", COVERED, NOT_THE_SAME),
+        ("read by the call", ("_tensors", []),
          "addmm_default_into reads relu_default while it writes over it"),
     ],
 )  # fmt: skip
 def test_the_verifier_says_what_is_wrong(
-    build: Build, unasked: tuple[str, Any] | None, said: str, monkeypatch: Any
+    operand: str, unasked: tuple[str, Any] | None, said: str, monkeypatch: Any
 ) -> None:
     """``unasked`` is what the rewriting asks nobody, beside whether the operand dies."""
     if unasked is not None:
         monkeypatch.setattr(inplace, unasked[0], lambda _: unasked[1])
-    assert forced(build, monkeypatch) == said
+    assert forced(NOT_REWRITTEN[operand], monkeypatch) == said
 
 
 @pytest.mark.parametrize("through_view", [False, True], ids=["itself", "by a view"])
@@ -339,7 +305,7 @@ def test_the_verifier_sees_a_saved_value_written(through_view: bool, monkeypatch
 
 
 def test_the_verifier_sees_overlapping_memory_written() -> None:
-    before, wrong = planned(operand_is_expanded), Graph()
+    before, wrong = planned(expanded), Graph()
     row = wrong.relu(wrong.call(aten.select.int, wrong.x, 0, 0))
     wide = wrong.call(aten.expand.default, row, [4, 4])
     call = wrong.graph.call_function(kernels.addmm_into, (wide, wrong.x, wrong.w))

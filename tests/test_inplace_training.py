@@ -29,11 +29,11 @@ from tests.graphs import (
     everything_again,
     train,
 )
-from tests.in_place import judge
+from tests.random_nets import judge
 
 aten = torch.ops.aten
 
-# --- training steps ----------------------------------------------------------------------
+# --- training steps -----------------------------------------------------------------------
 
 
 class InPlaceCapture(Capture):
@@ -147,10 +147,7 @@ def test_an_operand_that_is_computed_anew_later_is_dead() -> None:
     once = in_place(net, [x], lambda p: p.base_steps())
     assert once.pairs == (("addmm_1", "addmm"),)
     again = in_place(net, [x], again_after_tangents("addmm", "addmm_1"))
-    assert again.pairs == (
-        ("addmm_1", "addmm"),
-        ("addmm_1_recompute", "addmm_recompute"),
-    )
+    assert again.pairs == (("addmm_1", "addmm"), ("addmm_1_recompute", "addmm_recompute"))
     joint = again.joint
     assert {n.name: owner.name for n, owner in overwritable(joint).items()} == {"addmm_1": "addmm"}
 
@@ -193,7 +190,7 @@ def test_graph_of_tied_rows(golden: Golden) -> None:
     golden(str(seen.backward.graph))
 
 
-# --- bytes -------------------------------------------------------------------------------
+# --- bytes --------------------------------------------------------------------------------
 
 
 def peak(model: nn.Module, inputs: Sequence[Tensor], partition: Any) -> int:

@@ -1,18 +1,41 @@
-"""TORCH_LOGS and TORCH_TRACE, each in a process of its own: torch reads them once."""
+"""What is logged, shown on a terminal and counted, and what an interrupt does."""
 
 from __future__ import annotations
 
+import io
 import json
+import logging
 import os
 import re
+import signal
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import highspy
+import pytest
+import torch
+
+import fxremat
+from fxremat.compile import stage_times
+from fxremat.compile.stage_times import CLEAR, StageTimes
 from fxremat.core.plan import steps_from_json
 from fxremat.core.problem import problem_from_json
 from fxremat.core.timeline import replay
+from fxremat.memory.measured_peak import MeasuredPeak
+from fxremat.planner import SolverOptions, solve
+from fxremat.planner.deadline import Deadline
+from fxremat.planner.milp.highs import Milp
+from fxremat.sizes import GIB
+from tests.chains import blocks
+from tests.step_reports import altered, moving, planned
+
+# --- logs ---------------------------------------------------------------------------------
+
 
 ROOT = Path(__file__).parent.parent
 PROGRAM = """
@@ -83,3 +106,199 @@ def _look_at_trace(found: dict[str, str]) -> None:
     plan: dict[str, Any] = json.loads(ours["fxremat_graph_0_plan"])
     assert replay(problem, steps_from_json(plan)).peak_bytes == plan["peak_bytes"]
     assert json.loads(ours["fxremat_graph_0_timeline"])["traceEvents"]
+
+
+# --- interrupts ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Ctrl-C raises, also where the tests run in the background of a shell: that ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def programme() -> Milp:
+    """Of two columns that are 0 or 1, one at least is 1."""
+    milp = Milp()
+    first, second = milp.binary(1.0), milp.binary(2.0)
+    milp.row([(first, 1.0), (second, 1.0)], 1.0, 2.0)
+    return milp
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_ctrl_c_does_not_wait_for_a_solver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long it runs without looking up."""
+    ended = threading.Event()
+    monkeypatch.setattr(highspy.Highs, "run", lambda self: ended.wait(30))
+    begun = time.perf_counter()
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        programme().solve(Deadline(None))
+    ended.set()
+    assert time.perf_counter() - begun < 2
+
+
+def test_any_thread_may_ask() -> None:
+    found: list[float] = []
+    thread = threading.Thread(
+        target=lambda: found.append(programme().solve(Deadline(None)).objective)
+    )
+    thread.start()
+    thread.join()
+    assert found == [1.0]
+
+
+def test_what_the_solver_raises_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: highspy.Highs) -> None:
+        raise MemoryError("no more")
+
+    monkeypatch.setattr(highspy.Highs, "run", fail)
+    with pytest.raises(MemoryError, match="no more"):
+        programme().solve(Deadline(None))
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_ctrl_c_ends_planning_within_two_seconds() -> None:
+    """A problem that takes much longer; nothing is caught on the way."""
+    problem = blocks(400)
+    budget = problem.resident_bytes + 1
+    begun = time.perf_counter()
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        solve(problem, budget, "auto", SolverOptions(time_limit_s=60))
+    assert time.perf_counter() - begun < 2.5
+
+
+def test_a_long_stage_says_what_it_does(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(stage_times, "LONG_S", 0.1)
+    times = StageTimes({"trace": 7.0})
+    with caplog.at_level(logging.INFO, logger=stage_times.__name__):
+        with times.stage("verify"):
+            pass
+        with times.stage("plan"):
+            time.sleep(0.4)
+    assert [record.getMessage() for record in caplog.records] == ["still planning; 7 s so far"]
+
+
+# --- progress line ------------------------------------------------------------------------
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def written(
+    monkeypatch: pytest.MonkeyPatch,
+    stream: io.StringIO,
+    level: int = logging.WARNING,
+    most_waits: int = 0,
+) -> str:
+    """What planning that takes long writes to standard error.
+
+    On a busy machine the thread that writes may come late: it is waited for so often.
+    """
+    monkeypatch.setattr(stage_times, "LONG_S", 0.1)
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr(stage_times.log, "level", level)
+    stage_times.log.manager._clear_cache()  # type: ignore[attr-defined]
+    times = StageTimes({"trace": 7.0})
+    with times.stage("plan"), times.stage("verify"):
+        time.sleep(0.3)
+        for _ in range(most_waits):
+            if not stream.getvalue():
+                time.sleep(0.1)
+    return stream.getvalue()
+
+
+def test_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = written(monkeypatch, Terminal(), most_waits=100)
+    assert text.startswith(f"{CLEAR}fxremat: verifying a plan; 7 s so far")
+    assert text.endswith(CLEAR)
+    assert "\n" not in text
+
+
+def test_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert written(monkeypatch, io.StringIO()) == ""
+
+
+def test_of_several_ranks_one_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert written(monkeypatch, Terminal()) == ""
+
+
+def test_not_where_the_log_says_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert CLEAR not in written(monkeypatch, Terminal(), logging.INFO)
+
+
+# --- logged metrics -----------------------------------------------------------------------
+
+
+ALLOCATOR = {
+    "active_bytes.all.peak": 3 * GIB, "reserved_bytes.all.peak": 4 * GIB,
+    "num_alloc_retries": 1, "num_ooms": 2,
+}  # fmt: skip
+
+
+def test_what_was_planned() -> None:
+    report = altered(
+        planned(), budget_bytes=4 * GIB, predicted_peak_bytes=3 * GIB, count="allocated"
+    )
+    found = fxremat.metrics(reports=[report])
+    assert found["fxremat/predicted_peak(GiB)"] == 3
+    assert found["fxremat/budget(GiB)"] == 4
+    assert found["fxremat/budget_used(%)"] == 75
+    assert found["fxremat/time_overhead(%)"] == pytest.approx(100 * report.time_overhead)
+    assert found["fxremat/saved(GiB)"] == report.saved_bytes / GIB
+    assert found["fxremat/graphs"] == 1
+    assert not any(name.startswith("memory/") for name in found)
+    assert all(isinstance(value, (int, float)) for value in found.values())
+
+
+def test_several_graphs_without_a_budget() -> None:
+    graphs = [altered(planned(), budget_bytes=None), altered(moving(), budget_bytes=None)]
+    found = fxremat.metrics(reports=graphs)
+    assert found["fxremat/graphs"] == 2
+    assert found["fxremat/saved(GiB)"] == sum(g.saved_bytes for g in graphs) / GIB
+    assert not any("budget" in name for name in found)
+
+
+def test_nothing_was_compiled() -> None:
+    torch._dynamo.reset()
+    assert fxremat.metrics() == {}
+
+
+def test_what_was_measured() -> None:
+    found = fxremat.metrics(MeasuredPeak(2 * GIB, GIB, GIB, "cpu"), reports=[])
+    assert found == {"memory/max_active(GiB)": 2}
+    found = fxremat.metrics(MeasuredPeak(2 * GIB, GIB, GIB, "cuda:0", 3 * GIB), reports=[])
+    assert found == {"memory/max_active(GiB)": 2, "memory/max_reserved(GiB)": 3}
+
+
+def test_what_the_allocator_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By torchtitan's names; the next call counts from here on only if that is asked for."""
+    resets: list[Any] = []
+
+    class Properties:
+        total_memory = 8 * GIB
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: ALLOCATOR)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", resets.append)
+    assert fxremat.metrics(reports=[]) == {
+        "memory/max_active(GiB)": 3,
+        "memory/max_active(%)": 37.5,
+        "memory/max_reserved(GiB)": 4,
+        "memory/max_reserved(%)": 50,
+        "memory/num_alloc_retries": 1,
+        "memory/num_ooms": 2,
+    }
+    assert resets == []
+    fxremat.metrics(reports=[], reset=True)
+    assert resets == [None]

@@ -24,12 +24,14 @@ from tests.conftest import Golden
 from tests.examples import examples
 from tests.slowness import slow_but
 from tests.variants import (
+    DTYPES,
     Taken,
     calls,
     compare,
     gradients,
     inductor_with,
     joint_of,
+    leaf,
     real_inputs,
     results,
     shown,
@@ -40,20 +42,12 @@ from tests.variants import (
 
 RULE = {rule.name: rule for rule in RULES}
 FORMS = ["saved_8bit", "saved_4bit", "saved_fp8", "saved_bf16"]
-DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 
 
-class Squared(nn.Module):
+def squared(x: torch.Tensor) -> torch.Tensor:
     """The gradient of the input is 2 h cos(x): linear in the one saved value, h."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = x.sin().cumsum(-1)
-        return h * h
-
-
-def leaf(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """A random input that wants a gradient."""
-    return torch.randn(*shape).to(dtype).requires_grad_()
+    h = x.sin().cumsum(-1)
+    return h * h
 
 
 def found(
@@ -75,7 +69,7 @@ def errors(joint: JointGraph, *chosen: Site) -> list[float]:
     return [float((a - b).norm() / a.norm().clamp(min=1e-30)) for a, b in pairs]
 
 
-# --- forms of one value ------------------------------------------------------------------
+# --- forms of one value -------------------------------------------------------------------
 
 
 @cache
@@ -122,7 +116,7 @@ def test_any_shape_and_order(shape: list[int], order: list[int], name: str) -> N
         assert all(torch.isfinite(torch.tensor(errors(joint, site))))
 
 
-# --- few bits ----------------------------------------------------------------------------
+# --- few bits -----------------------------------------------------------------------------
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": F.gelu,
@@ -222,7 +216,7 @@ def test_piecewise_constant_derivatives_are_exact(name: str) -> None:
         assert max(errors(joint, site)) < 1e-6
 
 
-# --- random matmul -----------------------------------------------------------------------
+# --- random matmul ------------------------------------------------------------------------
 
 
 def linear(transposed: bool) -> Callable[..., Any]:
@@ -290,7 +284,7 @@ def test_small_derivatives_that_do_not_grow() -> None:
     assert found("few_bit_activation", lambda x: F.gelu(x.cumsum(-1)).mean(), *LARGE)[1]
 
 
-# --- the whole ---------------------------------------------------------------------------
+# --- the whole ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", slow_but(["saved_8bit"], RULE))
@@ -313,5 +307,5 @@ def test_through_inductor(name: str) -> None:
 
 
 def test_a_value_in_four_bits(golden: Golden) -> None:
-    joint, where = found("saved_4bit", Squared(), leaf(3, 50))
+    joint, where = found("saved_4bit", squared, leaf(3, 50))
     golden(shown(joint, *[s for s in where if "cumsum" in s.name]))

@@ -11,7 +11,6 @@ import gc
 import io
 import weakref
 from collections.abc import Callable, Iterator
-from threading import Thread
 from typing import Any
 
 import pytest
@@ -21,43 +20,12 @@ from torch.utils.checkpoint import checkpoint
 
 import fxremat
 from fxremat.step import scope
-from tests.placing import Trial, dry_runs, trial
+from tests.graphs import Net
+from tests.placing import OPTIONS, Small, Trial, dry_runs, trial
 from tests.small import Convolutions, Layers, Stack
 
-OPTIONS: dict[str, Any] = {"memory_budget": "1GiB", "solver": "greedy", "variants": "none"}
-WAYS = ("as ever", "placed", "poisoned")
 Loop = Callable[[], Any]
-
-
-def compiled(model: nn.Module, **kwargs: Any) -> Any:
-    return torch.compile(model, backend="fxremat", options=OPTIONS, **kwargs)
-
-
-class Small:
-    """A model, its compiled form and an input."""
-
-    def __init__(self, make: Callable[[], nn.Module], *size: int, **kwargs: Any) -> None:
-        torch.manual_seed(0)
-        self.model, self.x = make(), torch.randn(*size)
-        self.call = compiled(self.model, **kwargs)
-        self.weights: list[Any] = list(self.model.parameters())
-
-    def step(self, scale: float = 1.0) -> Tensor:
-        """Gradients that are dropped, a forward, and a backward."""
-        self.model.zero_grad(set_to_none=True)
-        loss = self.call(self.x * scale)
-        loss.backward()
-        made: Tensor = loss.detach()
-        return made
-
-    def gradients(self) -> list[Tensor]:
-        """Those of the parameters as they are."""
-        return [p.grad for p in self.weights if p.grad is not None]
-
-    def lies_in(self, arena: Any) -> int:
-        """How many of the gradients do."""
-        begin, end = arena.block.data_ptr(), arena.block.data_ptr() + arena.block.nbytes
-        return sum(begin <= one.data_ptr() < end for one in self.gradients())
+WAYS = ("as ever", "placed", "poisoned")
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +116,7 @@ def test_a_larger_layout_takes_the_arena_anew(stack: Small) -> None:
         del before
 
 
-# --- what a loop does with gradients and results ------------------------------------------------
+# --- what a loop does with gradients and results ------------------------------------------
 
 
 def hooks(stack: Small) -> Any:
@@ -307,7 +275,7 @@ def test_a_second_backward_gives_what_it_gives_without(stack: Small, donated: bo
             in_all_ways(small, loop, found)
 
 
-# --- storages -----------------------------------------------------------------------------------
+# --- storages -----------------------------------------------------------------------------
 
 
 def test_storages_of_gradients_are_their_own(stack: Small) -> None:
@@ -350,7 +318,7 @@ def test_memory_that_is_held_in_other_ways(stack: Small) -> None:
         assert found.arena.conflicts > 0
 
 
-# --- graphs -------------------------------------------------------------------------------------
+# --- graphs -------------------------------------------------------------------------------
 
 
 def test_running_statistics() -> None:
@@ -367,20 +335,18 @@ def test_running_statistics() -> None:
         in_all_ways(small, loop, found)
 
 
-class Wide(nn.Module):
+def wide() -> Net:
     """Its size is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.as_tensor(self.down(torch.tanh(self.up(x)).relu()).square().mean())
+    return Net(
+        lambda net, x: net.down(torch.tanh(net.up(x)).relu()).square().mean(),
+        up=nn.Linear(16, 64),
+        down=nn.Linear(64, 16),
+    )
 
 
 def test_one_graph_for_many_sizes() -> None:
     """It is laid out for 32 rows, and fewer lie in the same places."""
-    small = Small(Wide, 32, 16, dynamic=True)
+    small = Small(wide, 32, 16, dynamic=True)
     torch._dynamo.mark_dynamic(small.x, 0)
     sizes = [torch.randn(rows, 16) for rows in (32, 8, 17, 31)]
 
@@ -452,7 +418,7 @@ def test_blocks_one_by_one_and_two_models(stack: Small) -> None:
         assert found.arena.conflicts == 0
 
 
-# --- ops that do not do as they say -------------------------------------------------------------
+# --- ops that do not do as they say -------------------------------------------------------
 
 LIBRARY: Any = torch.library.Library("arena_tests", "DEF")  # type: ignore[no-untyped-call]
 LIBRARY.define("odd(Tensor x, str how) -> Tensor")
@@ -522,51 +488,3 @@ def test_ops_that_do_not_do_as_they_say(how: str, monkeypatch: pytest.MonkeyPatc
         in_all_ways(small, loop, found, step)
         FAILS.clear()
         HELD.clear()
-
-
-def test_threads(stack: Small) -> None:
-    """Eight of them, in one arena: those that find it taken have places elsewhere."""
-    inputs = [torch.randn(16, 32) for _ in range(8)]
-
-    def run(k: int) -> None:
-        for _ in range(20):
-            loss = stack.call(inputs[k])
-            results[k] = loss.detach(), *torch.autograd.grad(loss, stack.weights)
-
-    with trial() as found:
-        found.record(stack.step, stack.model)
-        results: dict[int, Any] = {}
-        with found.running("as ever"):
-            for k in range(8):
-                run(k)
-        expected, results = results, {}
-        threads = [Thread(target=run, args=(k,)) for k in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert sorted(results) == list(range(8))
-        for k in range(8):
-            assert all(map(torch.equal, expected[k], results[k]))
-
-
-@pytest.mark.slow
-def test_two_thousand_steps_take_no_more_than_twenty(stack: Small) -> None:
-    """Of tensors, of slots, and of conflicts there are no more in the end."""
-
-    def counts() -> tuple[int, int, int]:
-        gc.collect()
-        tensors = sum(isinstance(one, Tensor) for one in gc.get_objects())
-        return tensors, len(found.arena._slots), found.arena.conflicts
-
-    with trial() as found:
-        found.record(stack.step, stack.model)
-        loss = stack.step()
-        for _ in range(20):
-            stack.step()
-        before = counts()
-        for _ in range(2000):
-            last = stack.step()
-        del last
-        assert torch.equal(stack.step(), loss)
-        assert counts() == before

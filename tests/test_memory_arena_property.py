@@ -1,9 +1,11 @@
-"""Random small models in random loops: the same to the bit with the arena on, off and poisoned."""
+"""Random loops, threads and long runs: the same to the bit with the arena on, off and poisoned."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from functools import cache
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -14,9 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fxremat.step import scope
-from tests.placing import Trial, trial
-
-OPTIONS: dict[str, Any] = {"memory_budget": "1GiB", "solver": "greedy", "variants": "none"}
+from tests.placing import Small, trial
+from tests.small import Stack
 
 
 class Random(nn.Module):
@@ -35,32 +36,19 @@ class Random(nn.Module):
         return x.square().mean(), x.sum(dim=1)
 
 
-class Compiled:
+@cache
+def compiled(depth: int, width: int, normed: bool) -> tuple[Small, list[Tensor]]:
     """A model that has run once, and its weights as they were."""
-
-    def __init__(self, depth: int, width: int, normed: bool) -> None:
-        torch.manual_seed(0)
-        self.model, self.x = Random(depth, width, normed), torch.randn(8, width)
-        self.call = torch.compile(self.model, backend="fxremat", options=OPTIONS)
-        self.weights: list[Any] = list(self.model.parameters())
-        self.before = [one.detach().clone() for one in self.weights]
-        self.step()
-
-    def step(self) -> Tensor:
-        self.model.zero_grad(set_to_none=True)
-        loss = self.call(self.x)[0]
-        loss.backward()
-        made: Tensor = loss.detach()
-        return made
-
-
-compiled = cache(Compiled)
+    small = Small(lambda: Random(depth, width, normed), 8, width)
+    before = [one.detach().clone() for one in small.weights]
+    small.step()
+    return small, before
 
 
 class Loop:
     """What a loop holds; each method does one thing that loops do, with what it holds."""
 
-    def __init__(self, small: Compiled) -> None:
+    def __init__(self, small: Small, before: list[Tensor]) -> None:
         self.small = small
         self.waiting: list[Any] = []
         self.kept: list[Tensor] = []
@@ -68,7 +56,7 @@ class Loop:
         self.count = 0
         small.model.zero_grad(set_to_none=True)
         with torch.no_grad():
-            for one, value in zip(small.weights, small.before, strict=True):
+            for one, value in zip(small.weights, before, strict=True):
                 one.copy_(value)
 
     def forward(self) -> None:
@@ -151,16 +139,11 @@ def _fresh() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def run(small: Compiled, deeds: list[str]) -> list[Tensor]:
-    loop = Loop(small)
+def run(small: Small, before: list[Tensor], deeds: list[str]) -> list[Tensor]:
+    loop = Loop(small, before)
     for deed in deeds:
         getattr(loop, deed)()
     return loop.outcome()
-
-
-def in_arena(found: Trial, small: Compiled, deeds: list[str], poison: bool) -> list[Tensor]:
-    found.arena.poison = poison
-    return run(small, deeds)
 
 
 @pytest.mark.parametrize("reuse", [False, True])
@@ -172,12 +155,67 @@ def in_arena(found: Trial, small: Compiled, deeds: list[str], poison: bool) -> l
     st.lists(st.sampled_from(DEEDS), min_size=4, max_size=40),
 )
 def test_loops(reuse: bool, shape: tuple[int, int, bool], deeds: list[str]) -> None:
-    small = compiled(*shape)
-    expected = run(small, deeds)
+    small, before = compiled(*shape)
+    expected = run(small, before, deeds)
     with trial() as found:
         found.record(small.step, small.model, reuse=reuse)
-        for poison in (False, True):
-            given = in_arena(found, small, deeds, poison)
+        for found.arena.poison in (False, True):
+            given = run(small, before, deeds)
             assert len(given) == len(expected)
             assert all(map(torch.equal, expected, given))
         small.model.zero_grad(set_to_none=True)
+
+
+@pytest.fixture(scope="module")
+def stack() -> Small:
+    made = Small(Stack, 16, 32)
+    made.step()
+    return made
+
+
+def test_threads(stack: Small) -> None:
+    """Eight of them, in one arena: those that find it taken have places elsewhere."""
+    inputs = [torch.randn(16, 32) for _ in range(8)]
+
+    def run(k: int) -> None:
+        for _ in range(20):
+            loss = stack.call(inputs[k])
+            results[k] = loss.detach(), *torch.autograd.grad(loss, stack.weights)
+
+    with trial() as found:
+        found.record(stack.step, stack.model)
+        results: dict[int, Any] = {}
+        with found.running("as ever"):
+            for k in range(8):
+                run(k)
+        expected, results = results, {}
+        threads = [Thread(target=run, args=(k,)) for k in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sorted(results) == list(range(8))
+        for k in range(8):
+            assert all(map(torch.equal, expected[k], results[k]))
+
+
+@pytest.mark.slow
+def test_two_thousand_steps_take_no_more_than_twenty(stack: Small) -> None:
+    """Of tensors, of slots, and of conflicts there are no more in the end."""
+
+    def counts() -> tuple[int, int, int]:
+        gc.collect()
+        tensors = sum(isinstance(one, Tensor) for one in gc.get_objects())
+        return tensors, len(found.arena._slots), found.arena.conflicts
+
+    with trial() as found:
+        found.record(stack.step, stack.model)
+        loss = stack.step()
+        for _ in range(20):
+            stack.step()
+        before = counts()
+        for _ in range(2000):
+            last = stack.step()
+        del last
+        assert torch.equal(stack.step(), loss)
+        assert counts() == before

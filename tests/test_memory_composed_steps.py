@@ -27,11 +27,7 @@ from fxremat.core.step import Interface, Order, Version
 from fxremat.memory import composed_steps
 from fxremat.memory.allocator import replay
 from fxremat.memory.allocator_settings import AllocatorSettings
-from fxremat.memory.composed_steps import (
-    outside_in_order,
-    paired,
-    repeated_outside,
-)
+from fxremat.memory.composed_steps import outside_in_order, paired, repeated_outside
 from fxremat.step.description import repeated_step
 from fxremat.step.versions import Offer, Part
 

@@ -226,13 +226,7 @@ def test_what_outlives_a_half_is_marked(step: tuple[list[RunEvents], Order], dev
 SAVES = replace(
     a_run(
         [Allocate("a", 2 * GIB), Allocate("saved", GIB), Free("a"), Allocate("loss", 4)],
-        [
-            Allocate("b", 2 * GIB),
-            Allocate("grad", GIB),
-            Free("b"),
-            Free("saved"),
-            Allocate("x", 8),
-        ],
+        [Allocate("b", 2 * GIB), Allocate("grad", GIB), Free("b"), Free("saved"), Allocate("x", 8)],
         *("a", "saved", "loss", "b", "grad", "x"),
     ),
     inputs=(Given(GIB, gradient="grad"), Given(8, own=True, gradient="x")),

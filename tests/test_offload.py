@@ -41,8 +41,7 @@ from tests.graphs import (
     mlp,
     moved_at_random,
 )
-from tests.plan_peaks import peaks
-from tests.random_nets import SIDE, random_nets
+from tests.random_nets import SIDE, peaks, random_nets
 from tests.small import Stack, seeded
 
 EAGER_NUMBER = 12  # bytes that eager torch needs for a moment to make tensors of numbers: x + 1
@@ -118,7 +117,7 @@ def test_the_replayed_peak_is_the_measured_one(net: Any, seed: int) -> None:
     assert measured - replayed in (0, EAGER_NUMBER)
 
 
-# --- the verifier ------------------------------------------------------------------------
+# --- the verifier -------------------------------------------------------------------------
 
 
 def rewritten() -> tuple[Capture, fx.Graph]:
@@ -130,18 +129,15 @@ def the_moves(graph: fx.Graph, kind: str) -> list[fx.Node]:
     return [node for node in graph.nodes if is_move(node) and kind in str(node.target)]
 
 
-def test_a_missing_wait_is_found() -> None:
+@pytest.mark.parametrize(
+    ("kind", "which", "said"),
+    [("wait_device", 0, "transfers"), ("wait_host", -1, "never waited for")],
+    ids=["before it is read", "of what nobody reads: its source may change meanwhile"],
+)
+def test_a_missing_wait_is_found(kind: str, which: int, said: str) -> None:
     _, graph = rewritten()
-    graph.erase_node(the_moves(graph, "wait_device")[0])
-    with pytest.raises(VerificationFailed, match="transfers"):
-        check_waits(graph)
-
-
-def test_a_transfer_that_nobody_waits_for_is_found() -> None:
-    """Also where nothing reads what it fills: its source may change meanwhile."""
-    _, graph = rewritten()
-    graph.erase_node(the_moves(graph, "wait_host")[-1])
-    with pytest.raises(VerificationFailed, match="never waited for"):
+    graph.erase_node(the_moves(graph, kind)[which])
+    with pytest.raises(VerificationFailed, match=said):
         check_waits(graph)
 
 
@@ -222,8 +218,7 @@ def test_a_budget_with_offload_is_obeyed_and_predicted_to_the_byte(executor: str
     plain = copy.deepcopy(model)
     plain(x).backward()
     expected = [p.grad for p in plain.parameters() if p.grad is not None]
-    for one, other in zip(step.gradients(), expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(step.gradients(), expected, rtol=1e-4, atol=1e-6)
     report = fxremat.reports()[-1]
     peak = step.peak_bytes()
     assert report.moved
@@ -285,6 +280,5 @@ def test_the_backward_may_run_twice(executor: str) -> None:
     once = [p.grad.clone() for p in step.model.parameters() if p.grad is not None]
     loss.backward()
     assert fxremat.reports()[-1].moved
-    for one, p in zip(once, step.model.parameters(), strict=True):
-        assert p.grad is not None
-        torch.testing.assert_close(p.grad, 2 * one)
+    found = [p.grad for p in step.model.parameters()]
+    torch.testing.assert_close(found, [2 * one for one in once])

@@ -19,23 +19,19 @@ from fxremat.passes.variants.insertion import Rule, Site
 from fxremat.passes.variants.packed_bits import RULES
 from tests.conftest import Golden
 from tests.variants import (
+    DTYPES,
     Taken,
     assert_exact,
     calls,
     inductor_with,
     joint_of,
+    leaf,
     shown,
     sites,
     small_values,
 )
 
 MASKS, SIGNS = RULES
-DTYPES = [torch.float64, torch.float32, torch.bfloat16]
-
-
-def leaf(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """A random input that wants a gradient."""
-    return torch.randn(*shape).to(dtype).requires_grad_()
 
 
 def found(
@@ -71,18 +67,19 @@ LATE_MASKS: dict[str, Callable[..., Any]] = {
 }
 
 
-def inputs_for(function: Callable[..., Any], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """One or two inputs of 5 rows and 6 columns."""
-    count = 1 if isinstance(function, nn.Module) else 2
-    return tuple(leaf(5, 6, dtype=dtype) for _ in range(count))
+def with_inputs(function: Any, dtype: torch.dtype) -> tuple[Any, list[torch.Tensor]]:
+    """Of this type, with one or two inputs of 5 rows and 6 columns."""
+    is_module = isinstance(function, nn.Module)
+    return function.to(dtype) if is_module else function, [
+        leaf(5, 6, dtype=dtype) for _ in range(1 if is_module else 2)
+    ]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", [n for n in FORWARD_MASKS if n != "attention"])
 def test_masks_of_the_forward(name: str, dtype: torch.dtype) -> None:
-    function = FORWARD_MASKS[name]
-    function = function.to(dtype) if isinstance(function, nn.Module) else function
-    joint, where = found(MASKS, function, *inputs_for(function, dtype))
+    function, given = with_inputs(FORWARD_MASKS[name], dtype)
+    joint, where = found(MASKS, function, *given)
     assert len(where) == 1
     assert_exact(joint, *where)
 
@@ -90,10 +87,9 @@ def test_masks_of_the_forward(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", list(LATE_MASKS))
 def test_masks_that_the_backward_computes(name: str, dtype: torch.dtype) -> None:
-    function = LATE_MASKS[name]
-    function = function.to(dtype) if isinstance(function, nn.Module) else function
-    joint, where = found(SIGNS, function, *inputs_for(function, dtype))
-    _, others = found(MASKS, function, *inputs_for(function, dtype))
+    function, given = with_inputs(LATE_MASKS[name], dtype)
+    joint, where = found(SIGNS, function, *given)
+    _, others = found(MASKS, function, *given)
     assert len(where) + len(others) >= 1
     assert_exact(joint, *where)
 
@@ -170,9 +166,7 @@ COMPILED: dict[str, Callable[..., Any]] = {
 
 
 @pytest.mark.parametrize(
-    "rule",
-    [MASKS, pytest.param(SIGNS, marks=pytest.mark.slow)],
-    ids=lambda rule: rule.name,
+    "rule", [MASKS, pytest.param(SIGNS, marks=pytest.mark.slow)], ids=lambda rule: rule.name
 )
 def test_through_inductor(rule: Rule) -> None:
     function = COMPILED[rule.name]

@@ -1,4 +1,7 @@
-"""Stages of a pipeline: as many micro-batches are planned for as their schedule has in flight."""
+"""Stages of a pipeline: as many micro-batches are planned for as their schedule has in flight.
+
+A schedule's step is found, with what its stages hold and the order in which they run.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,14 @@ from torch.distributed import pipelining
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from fxremat.compat.pipelining import received_by
+from fxremat.compat.pipelining import (
+    RunningPipeline,
+    is_stage,
+    received_by,
+    running_pipeline,
+    shown_stages,
+)
+from fxremat.compat.tensors import is_fake
 from tests.ranks import PERCENTS, Found, Trained, compared, kept, least_named, on_ranks
 from tests.small import Block
 
@@ -165,3 +175,56 @@ def test_each_stage_keeps_its_budget(
 @pytest.mark.slow
 def test_each_stage_that_is_sharded_keeps_its_budget(tmp_path: Path) -> None:
     kept(on_ranks(2 * RANKS, tmp_path, sharded), alike=False)
+
+
+# --- the step of a schedule ---------------------------------------------------------------
+
+
+class Seen(nn.Module):
+    """Notes the pipeline in which it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 8)
+        self.found: list[RunningPipeline | None] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not is_fake(x) and torch.is_grad_enabled():
+            self.found.append(running_pipeline())
+        result: Tensor = self.layer(x)
+        return result
+
+
+@pytest.mark.usefixtures("only_rank")
+@pytest.mark.parametrize(("name", "sent"), [("ScheduleGPipe", True), ("Schedule1F1B", False)])
+def test_the_running_stage_and_its_order_are_found(name: str, sent: bool) -> None:
+    module = Seen()
+    stage = pipelining.PipelineStage(module, 0, 1, HOST)
+    schedule: Any = getattr(pipelining, name)(stage, MICRO_BATCHES, loss_of)
+    batch, target = torch.ones(8, 4), torch.ones(8, 8)
+    assert running_pipeline() is None
+    schedule.step(batch, target=target)
+    found = module.found[-1]
+    assert found is not None
+    assert (found.stages, found.current, found.micro_batches) == ((stage,), 0, MICRO_BATCHES)
+    forward, backward = (True, 0), (False, 0)
+    by_turns = (forward, backward) * MICRO_BATCHES
+    at_once = (forward,) * MICRO_BATCHES + (backward,) * MICRO_BATCHES
+    assert found.order == (at_once if sent else by_turns)
+    assert [tuple(x.shape) for x in found.batch] == [(8, 4), (8, 8)]
+    assert (found.keeps_sent, found.keeps_outputs) == (sent, True)
+    assert is_stage(found, module)
+    assert not is_stage(found, module.layer)
+    assert received_by(stage) == []
+    (shown,) = shown_stages(found)
+    assert (shown.given, shown.result) == (2 * 4 * 4, 2 * 8 * 4)
+    assert (shown.loss, shown.value) == (2 * 8 * 4, 4)
+
+
+@pytest.mark.usefixtures("only_rank")
+def test_without_a_loss_nothing_waits() -> None:
+    module = Seen()
+    stage = pipelining.PipelineStage(module, 0, 1, HOST)
+    schedule = pipelining.ScheduleGPipe(stage, MICRO_BATCHES)
+    schedule.step(torch.ones(8, 4))
+    assert set(module.found) <= {None}

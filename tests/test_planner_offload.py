@@ -1,9 +1,9 @@
-"""Moves in plans: placed in time, judged by the checker, and never slower than without."""
+"""Moves to the host, of activations and of weights, and versions of the runs of a step."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 from hypothesis import given
@@ -11,18 +11,25 @@ from hypothesis import strategies as st
 
 from fxremat import planner
 from fxremat.core.check import check
-from fxremat.core.problem import Copies, Op, Problem, Value
+from fxremat.core.constants import MEASURABLE
+from fxremat.core.plan import Plan
+from fxremat.core.problem import Copies, Op, Problem, Value, validate
 from fxremat.core.schedule import Move, ops_of, store_all
+from fxremat.core.step import Step, StepPoint, Version
 from fxremat.core.timeline import replay
 from fxremat.planner import SolverOptions
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.moves import offload
+from fxremat.planner.moves.host_weights import Selection, on_host, ranked, select
 from fxremat.planner.moves.time_bound import relax
 from fxremat.planner.moves.transfers import Fetch, Item, place, synchronous
-from tests.budgets import solved
+from fxremat.planner.step_versions import fastest, lowest, not_beaten
+from tests.brute import solved
 from tests.chains import TEN_BYTES_PER_US, chain_with_copies, chain_with_host_weights
 from tests.examples import examples
 from tests.strategies import problems, schedules
+
+# --- offload ------------------------------------------------------------------------------
 
 
 def moved_away(problem: Problem, *names: str) -> list[Item]:
@@ -210,14 +217,11 @@ def test_the_bound_counts_both_engines() -> None:
     assert bound(0.0, 100.0) == bound(100.0, 0.0) == float("inf")
 
 
-# --- values that live in host memory -------------------------------------------------------
+# --- values that live in host memory ------------------------------------------------------
 
 
 def test_weights_visit_the_device() -> None:
-    """Of 8 weights and 8 gradients few are there at a time, and nothing has to wait for them.
-
-    The first weight has nothing to hide behind, and neither has the last gradient.
-    """
+    """Of 8 weights and 8 gradients few are there at a time, and nothing has to wait for them."""
     problem = chain_with_host_weights(8)
     full = check(problem, store_all(problem)).peak_bytes
     plan = solved(problem, full // 2)
@@ -260,3 +264,165 @@ def test_the_front_with_moves() -> None:
     assert len(plans) > 2
     assert any(plan.moves for plan in plans)
     assert planner.front(chain_with_host_weights(4), SolverOptions())
+
+
+# --- weights ------------------------------------------------------------------------------
+
+
+def resident(layers: int, rate: float = 10.0) -> tuple[Problem, dict[str, str | None]]:
+    """The layers with their weights on the device, and the gradient of each weight."""
+    problem = chain_with_host_weights(layers, rate=rate)
+    weights: dict[str, str | None] = {f"w{i}": f"g{i}" for i in range(layers)}
+    gradients = tuple(f"g{i}" for i in range(layers))
+    outputs = (*problem.outputs, *gradients)
+    return validate(replace(problem, host=(), resident=tuple(weights), outputs=outputs)), weights
+
+
+def full_peak(problem: Problem) -> int:
+    return check(problem, store_all(problem)).peak_bytes
+
+
+def selected(problem: Problem, weights: dict[str, str | None], budget: int) -> Selection:
+    def plan_for(question: Problem) -> Plan:
+        validate(question)
+        plan = offload.quick(question, budget, SolverOptions())
+        assert check(question, plan.steps).ok
+        return plan
+
+    return select(problem, weights, budget, plan_for)
+
+
+def test_on_host_is_the_problem_with_weights_that_come_and_go() -> None:
+    problem, weights = resident(4)
+    moved = on_host(problem, weights)
+    assert {*moved.host} == {*weights, *filter(None, weights.values())}
+    assert validate(moved).resident == ()
+    assert moved.outputs == ("d0",)
+    some = on_host(problem, {"w1": "g1"})
+    assert some.host == ("w1", "g1")
+    assert some.resident == ("w0", "w2", "w3")
+
+
+def test_what_nobody_reads_stays_away() -> None:
+    problem, _ = resident(2)
+    unread = replace(problem, ops=tuple(
+        replace(op, reads=tuple(r for r in op.reads if r != "w1")) for op in problem.ops
+    ))  # fmt: skip
+    assert on_host(unread, {"w1": None}).host == ()
+
+
+def test_much_work_for_few_bytes_comes_first() -> None:
+    problem, weights = resident(3)
+    ops = tuple(replace(op, time_us=99.0) if op.name == "b1" else op for op in problem.ops)
+    assert ranked(replace(problem, ops=ops), weights)[0] == "w1"
+
+
+def test_with_room_no_weight_moves() -> None:
+    problem, weights = resident(4)
+    chosen = selected(problem, weights, full_peak(problem))
+    assert chosen.weights == ()
+    assert chosen.plan.time_us == problem.base_time_us
+
+
+@pytest.mark.parametrize("part", [0.7, 0.5, 0.4])
+def test_weights_move_until_the_budget_is_met(part: float) -> None:
+    problem, weights = resident(8)
+    budget = int(part * full_peak(problem))
+    chosen = selected(problem, weights, budget)
+    assert chosen.weights
+    assert chosen.plan.peak_bytes <= budget
+
+
+def test_a_slow_link_moves_no_more_than_it_must() -> None:
+    problem, weights = resident(8, rate=0.5)
+    budget = int(0.7 * full_peak(problem))
+    few = selected(problem, weights, budget)
+    assert 0 < len(few.weights) < len(weights)
+    assert few.plan.peak_bytes <= budget
+    everything = offload.quick(on_host(problem, weights), budget, SolverOptions())
+    assert few.plan.time_us < everything.time_us
+
+
+def test_where_nothing_fits_the_least_peak_is_found() -> None:
+    problem, weights = resident(4)
+    chosen = selected(problem, weights, 1)
+    alone = offload.quick(replace(problem, copies=Copies(0.0, 0.0)), 1, SolverOptions())
+    assert chosen.plan.peak_bytes < alone.peak_bytes
+
+
+# --- parts --------------------------------------------------------------------------------
+
+
+bytes_ = st.integers(0, 60)
+versions = st.builds(Version, st.integers(1, 40).map(float), bytes_, bytes_, bytes_)
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> Step:
+    """Runs of one or two parts, the last to come the first to go."""
+    parts = draw(st.lists(st.lists(versions, min_size=1, max_size=4), min_size=1, max_size=2))
+    part_of = draw(st.lists(st.integers(0, len(parts) - 1), min_size=1, max_size=4))
+    count = len(part_of)
+    moments = [StepPoint(draw(bytes_), tuple(range(run)), run, "forward") for run in range(count)]
+    moments.append(StepPoint(draw(bytes_), tuple(range(count))))
+    for run in reversed(range(count)):
+        moments.append(StepPoint(draw(bytes_), tuple(range(run)), run, "backward"))
+    return Step(tuple(moments), tuple(part_of), tuple(map(tuple, parts)))
+
+
+def choices(step: Step, most_versions: int) -> list[tuple[int, ...]]:
+    """All, with at most so many versions of each part."""
+    places = [range(len(step.versions[part])) for part in step.part_of]
+
+    def few(chosen: tuple[int, ...]) -> bool:
+        taken = set(zip(step.part_of, chosen, strict=True))
+        parts = range(len(step.versions))
+        return all(sum(part == p for p, _ in taken) <= most_versions for part in parts)
+
+    return [chosen for chosen in product(*places) if few(chosen)]
+
+
+@given(steps(), st.integers(1, 300), st.integers(1, 2))
+def test_the_fastest_within_the_budget(step: Step, budget: int, most: int) -> None:
+    within = [one for one in choices(step, most) if step.peak_bytes(one) <= budget]
+    found = fastest(step, budget, most)
+    assert (found is None) == (not within)
+    if found is not None:
+        assert found in within
+        assert step.time_us(found) <= min(map(step.time_us, within)) * (1 + MEASURABLE) * 1.002
+
+
+@given(steps(), st.integers(1, 2))
+def test_the_lowest(step: Step, most: int) -> None:
+    found = lowest(step, most)
+    assert step.peak_bytes(found) == min(map(step.peak_bytes, choices(step, most)))
+    assert fastest(step, step.peak_bytes(found), most) is not None
+
+
+@given(st.lists(versions, min_size=1, max_size=6))
+def test_what_is_left_out_is_beaten_by_what_is_kept(offered: list[Version]) -> None:
+    kept = [offered[k] for k in not_beaten(offered)]
+    assert len(set(kept)) == len(kept)
+    for one in offered:
+        assert any(
+            all(a <= b for a, b in zip(better.figures, one.figures, strict=True)) for better in kept
+        )
+
+
+@pytest.mark.parametrize("count", [24, 48])
+def test_many_runs_are_no_harder(count: int) -> None:
+    """A front of versions, as a block of a transformer has it: two of them are mixed."""
+    front = tuple(
+        Version(100.0 + 3.0 * k * k, 40 - 4 * k, 60 - 3 * k, 90 - 4 * k) for k in range(9)
+    )
+    runs = range(count)
+    moments = [StepPoint(100, tuple(range(run)), run, "forward") for run in runs]
+    moments += [StepPoint(100, tuple(range(run)), run, "backward") for run in reversed(runs)]
+    step = Step(tuple(moments), (0,) * count, (front,))
+    found = fastest(step, 100 + 25 * count)
+    assert found is not None
+    assert step.peak_bytes(found) <= 100 + 25 * count
+    assert len(set(found)) == 2
+    alike = [step.time_us((k,) * count) for k in range(9)
+             if step.peak_bytes((k,) * count) <= 100 + 25 * count]  # fmt: skip
+    assert step.time_us(found) <= min(alike)

@@ -19,7 +19,7 @@ from fxremat.planner.moves.transfers import Fetch, Item, place
 from fxremat.planner.published import pofo, rockmate, rotor
 from fxremat.planner.published.chain import NotAChain
 from fxremat.planner.solvers import SolverOptions
-from tests import budgets, chains, strategies
+from tests import brute, chains, strategies
 from tests.examples import examples
 
 OPTIONS = SolverOptions()
@@ -35,7 +35,7 @@ def part_of(problem: Problem, part: float) -> int:
     return int(part * replay(problem, problem.base_steps()).peak_bytes)
 
 
-solved = partial(budgets.solved, solver="pofo")
+solved = partial(brute.solved, solver="pofo")
 
 
 # -- literal chains --------------------------------------------------------------------------

@@ -1,8 +1,9 @@
-"""Max-pool gradients gathered from offsets: the same, bit by bit, as scattered ones."""
+"""Gradients of pools from offsets, and of ops from their outputs."""
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,33 +11,33 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from fxremat.passes.joint_graph import STORED, JointGraph, read_joint_graph
 from fxremat.passes.nodes import add_call
 from fxremat.passes.variants import insertion
-from fxremat.passes.variants.pool_gradient import RULES
+from fxremat.passes.variants.from_outputs import RULES
+from fxremat.passes.variants.insertion import Rule, Site
+from fxremat.passes.variants.pool_gradient import RULES as POOL_RULES
 from tests.conftest import Golden
 from tests.examples import examples
-from tests.graphs import Capture, capture, compiled, run_joint
+from tests.graphs import Capture, Net, batch, capture, compiled, linear, run_joint
+from tests.variants import compare, crossing, gradients, joint_of, sites, stand_ins_of
+
+# --- pool gradient ------------------------------------------------------------------------
+
 
 ATEN = torch.ops.aten
 
 
-class Pooled(nn.Module):
+def pooled(kernel: int, stride: int, padding: int, ceil: bool = False, dilation: int = 1) -> Net:
     """A product, so that the pool's input needs a gradient, and a pool."""
-
-    def __init__(self, kernel: int, stride: int, padding: int, ceil: bool = False) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(()))
-        self.pool = nn.MaxPool2d(kernel, stride, padding, ceil_mode=ceil)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        pooled: torch.Tensor = self.pool(x * self.weight)
-        return pooled
+    pool = nn.MaxPool2d(kernel, stride, padding, dilation, ceil_mode=ceil)
+    weight = nn.Parameter(torch.ones(()))
+    return Net(lambda net, x: net.pool(x * net.weight), weight=weight, pool=pool)
 
 
-def joint_of(model: nn.Module, x: torch.Tensor) -> JointGraph:
+def pool_joint(model: nn.Module, x: torch.Tensor) -> JointGraph:
     return capture(model, (x.requires_grad_(x.is_floating_point()),), fused=True).joint
 
 
@@ -47,7 +48,7 @@ def inputs_of(joint: JointGraph, seed: int = 0) -> list[torch.Tensor]:
 
 
 def taken(joint: JointGraph) -> JointGraph:
-    sites = insertion.find_sites(joint, RULES)
+    sites = insertion.find_sites(joint, POOL_RULES)
     assert len(sites) == 1
     return insertion.take(joint, sites)
 
@@ -70,13 +71,13 @@ WINDOWS = [(2, 2, 0), (3, 2, 1), (3, 1, 1), (2, 3, 0)]
 def test_gathered_gradients_are_the_scattered_ones(
     kernel: int, stride: int, padding: int, dtype: torch.dtype
 ) -> None:
-    joint = joint_of(Pooled(kernel, stride, padding).to(dtype), torch.randn(2, 3, 9, 8).to(dtype))
+    joint = pool_joint(pooled(kernel, stride, padding).to(dtype), torch.randn(2, 3, 9, 8).to(dtype))
     assert_same(joint)
 
 
 def test_gradients_are_stored_in_the_type_that_they_are_read_in() -> None:
-    model = nn.Sequential(nn.Conv2d(2, 3, 3), Pooled(3, 2, 1), nn.Conv2d(3, 2, 3))
-    joint = joint_of(model.bfloat16(), torch.randn(2, 2, 12, 12).bfloat16())
+    model = nn.Sequential(nn.Conv2d(2, 3, 3), pooled(3, 2, 1), nn.Conv2d(3, 2, 3))
+    joint = pool_joint(model.bfloat16(), torch.randn(2, 2, 12, 12).bfloat16())
     stored = [node for node in taken(joint).module.graph.nodes if STORED in node.name]
     assert [node.meta["val"].dtype for node in stored] == [torch.bfloat16]
     assert_same(joint)
@@ -88,8 +89,8 @@ def test_where_windows_do_not_overlap_nothing_is_stored(
     pool: tuple[int, int, int], size: int
 ) -> None:
     """Also where some elements are in no window."""
-    model = nn.Sequential(nn.Conv2d(2, 3, 3), Pooled(*pool), nn.Conv2d(3, 2, 2))
-    joint = joint_of(model, torch.randn(2, 2, size, size + 3))
+    model = nn.Sequential(nn.Conv2d(2, 3, 3), pooled(*pool), nn.Conv2d(3, 2, 2))
+    joint = pool_joint(model, torch.randn(2, 2, size, size + 3))
     assert not any(STORED in node.name for node in taken(joint).module.graph.nodes)
     assert_same(joint)
 
@@ -100,13 +101,13 @@ def test_where_windows_do_not_overlap_nothing_is_stored(
     st.integers(0, 9),
 )  # fmt: skip
 def test_any_shape(kernel: int, stride: int, high: int, wide: int, ceil: bool, seed: int) -> None:
-    joint = joint_of(Pooled(kernel, stride, kernel // 2, ceil), torch.randn(1, 2, high, wide))
-    if insertion.find_sites(joint, RULES):  # a window of one element is no pool
+    joint = pool_joint(pooled(kernel, stride, kernel // 2, ceil), torch.randn(1, 2, high, wide))
+    if insertion.find_sites(joint, POOL_RULES):  # a window of one element is no pool
         assert_same(joint, seed)
 
 
 def test_ties_go_where_they_went() -> None:
-    joint = joint_of(Pooled(3, 2, 1), torch.zeros(1, 1, 6, 6))
+    joint = pool_joint(pooled(3, 2, 1), torch.zeros(1, 1, 6, 6))
     inputs = [torch.zeros_like(each) if each.dim() == 4 else each for each in inputs_of(joint)]
     inputs[-1] = torch.arange(9.0).view(1, 1, 3, 3)
     for old, new in zip(run_joint(joint, inputs), run_joint(taken(joint), inputs), strict=True):
@@ -114,15 +115,8 @@ def test_ties_go_where_they_went() -> None:
 
 
 def test_a_dilated_pool_is_left_alone() -> None:
-    class Dilated(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(()))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return F.max_pool2d(x * self.weight, 2, dilation=2)
-
-    assert insertion.find_sites(joint_of(Dilated(), torch.randn(1, 2, 8, 8)), RULES) == ()
+    joint = pool_joint(pooled(2, 2, 0, dilation=2), torch.randn(1, 2, 8, 8))
+    assert insertion.find_sites(joint, POOL_RULES) == ()
 
 
 def gradient_by_hand() -> JointGraph:
@@ -157,10 +151,132 @@ def test_sizes_that_are_not_known_are_left_alone() -> None:
     step = compiled(model, seen, dynamic=True)
     for size in (9, 12):
         step(torch.randn(1, 2, size, size)).sum().backward()
-    assert insertion.find_sites(seen.joint, RULES) == ()
+    assert insertion.find_sites(seen.joint, POOL_RULES) == ()
 
 
 def test_graph_of_a_pool_gradient(golden: Golden) -> None:
     joint = gradient_by_hand()
     assert_same(joint)
     golden(f"before\n\n{joint.module.graph}\n\nafter\n\n{taken(joint).module.graph}\n")
+
+
+# --- from outputs -------------------------------------------------------------------------
+
+
+PLAIN, SCALED, ACTIVATION = RULES
+
+
+def activated(norm: nn.Module, slope: float = 0.1) -> nn.Module:
+    """A norm and a leaky ReLU, whose output alone is to be kept."""
+    return nn.Sequential(norm, nn.LeakyReLU(slope))
+
+
+NORMS: dict[str, tuple[Rule, Callable[[int], Any]]] = {
+    "rms": (PLAIN, lambda n: nn.RMSNorm(n, elementwise_affine=False)),
+    "batch": (PLAIN, lambda n: nn.BatchNorm1d(n, affine=False, track_running_stats=False)),
+    "scaled rms": (SCALED, nn.RMSNorm),
+    "scaled layer": (SCALED, nn.LayerNorm),
+    "scaled batch": (SCALED, lambda n: nn.BatchNorm1d(n, track_running_stats=False)),
+    "rms and leaky": (PLAIN, lambda n: activated(nn.RMSNorm(n, elementwise_affine=False))),
+    "scaled rms and leaky": (SCALED, lambda n: activated(nn.RMSNorm(n))),
+    "scaled batch and leaky": (
+        SCALED, lambda n: activated(nn.BatchNorm1d(n, track_running_stats=False))
+    ),
+}  # fmt: skip
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "leaky": lambda x: F.leaky_relu(x, 0.1),
+    "elu": F.elu,
+    "elu 2": lambda x: F.elu(x, 2.0),
+    "elu 1/2": lambda x: F.elu(x, 0.5),
+    "softplus": F.softplus,
+}
+
+
+def between(middle: Callable[[Tensor], Tensor], width: int = 8) -> nn.Module:
+    """An op between two products: the second keeps the op's output."""
+
+    return Net(
+        lambda net, x: net.last(net.middle(net.first(x))),
+        first=linear(width),
+        middle=middle,
+        last=linear(width),
+    )
+
+
+def found(rule: Rule, middle: Any, rows: int = 6, width: int = 8) -> tuple[JointGraph, list[Site]]:
+    """The joint graph of such a block, and the rule's sites."""
+    joint = joint_of(between(middle, width), [batch(rows, width).requires_grad_()])
+    return joint, sites(rule, joint)
+
+
+def assert_close(joint: JointGraph, site: Site) -> None:
+    """Stand-ins and gradients within a few units of float32."""
+    for old, new in stand_ins_of(joint, site):
+        torch.testing.assert_close(new, old, rtol=2e-5, atol=2e-5)
+    expected, got = (gradients(joint, r) for r in compare(joint, site))
+    scale = max(float(one.abs().max()) for one in expected)  # a sum that cancels has only noise
+    for one, other in zip(expected, got, strict=True):
+        assert float((one - other).abs().max()) <= 1e-5 * scale
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_norms(name: str) -> None:
+    rule, make = NORMS[name]
+    joint, (site,) = found(rule, make(8))
+    assert_close(joint, site)
+    assert not found(PLAIN if rule is SCALED else SCALED, make(8))[1]
+
+
+@pytest.mark.parametrize("name", [name for name in NORMS if "leaky" in name])
+def test_of_an_activated_norm_the_output_alone_is_kept(name: str) -> None:
+    rule, make = NORMS[name]
+    joint, (site,) = found(rule, make(8))
+    after = insertion.take(joint, [site])
+    large = {node.meta["val"].shape for node in joint.primals if node.meta["val"].shape[0] == 6}
+    crossing_before, crossing_after = (
+        [n for n in crossing(each) if n.op == "call_function" and n.meta["val"].shape in large]
+        for each in (joint, after)
+    )
+    assert len(crossing_before) > len(crossing_after) == 1
+    assert crossing_after[0].target is torch.ops.aten.where.self
+
+
+@pytest.mark.parametrize("slope", [0.0, -0.1])
+def test_a_slope_that_cannot_be_undone(slope: float) -> None:
+    norm = nn.RMSNorm(8, elementwise_affine=False)
+    for site in found(PLAIN, activated(norm, slope))[1]:
+        assert "where" not in site.name
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations(name: str) -> None:
+    joint, (site,) = found(ACTIVATION, ACTIVATIONS[name])
+    assert_close(joint, site)
+
+
+@pytest.mark.parametrize(
+    "middle",
+    [torch.tanh, torch.sigmoid, F.relu, F.gelu, F.silu, lambda x: F.leaky_relu(x, -0.1), torch.exp],
+)
+def test_not_offered(middle: Any) -> None:
+    for rule in RULES:
+        assert found(rule, middle)[1] == []
+
+
+def test_layer_norm_without_scale_needs_nothing() -> None:
+    """Its derivative reads the output already."""
+    assert found(PLAIN, nn.LayerNorm(8, elementwise_affine=False))[1] == []
+
+
+def test_a_product_that_keeps_a_view_of_the_output() -> None:
+    """As with tokens in (batch, length, width): the product takes them as one matrix."""
+    middle = nn.Sequential(nn.RMSNorm(8, elementwise_affine=False), nn.Flatten(0, 1))
+    model = nn.Sequential(nn.Linear(8, 8), nn.Unflatten(0, (2, 3)), middle, nn.Linear(8, 8))
+    joint = joint_of(model, [batch(6, 8).requires_grad_()])
+    (site,) = sites(PLAIN, joint)
+    assert_close(joint, site)
+
+
+def test_not_where_the_output_is_not_kept() -> None:
+    joint = joint_of(lambda x: F.elu(x.sin()), [batch(4, 4).requires_grad_()])
+    assert sites(ACTIVATION, joint) == []

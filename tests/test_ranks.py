@@ -14,11 +14,7 @@ import torch
 from torch import nn
 
 import fxremat
-from fxremat.compat.ranks import (
-    is_collective,
-    job_store,
-    ranks_together,
-)
+from fxremat.compat.ranks import is_collective, job_store, ranks_together
 from fxremat.compile import ranks, session
 from fxremat.errors import GraphsDiffer, RankMissing
 from fxremat.sizes import MIB

@@ -23,7 +23,7 @@ from tests.host_copies import CPU, DEVICES, LAYOUTS, TENTH, fetched, sent
 
 _nothing_held = host_copies.nothing_held
 
-# --- what arrives ------------------------------------------------------------------------
+# --- what arrives -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -106,7 +106,7 @@ def test_only_plain_tensors_and_known_devices() -> None:
         to_device(torch.zeros(3), torch.device("meta"))
 
 
-# --- memory ------------------------------------------------------------------------------
+# --- memory -------------------------------------------------------------------------------
 
 
 def test_host_memory_is_not_memory_of_the_device() -> None:
@@ -210,7 +210,7 @@ def test_an_allocation_that_fails_does_not_count(monkeypatch: pytest.MonkeyPatch
     assert runtime.host_bytes().now_bytes == 0
 
 
-# --- what goes wrong ---------------------------------------------------------------------
+# --- what goes wrong ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -1,24 +1,32 @@
-"""How many runs of a compiled part wait at once, and what lies around it."""
+"""What lies around a part that is compiled: its runs, its arena, and graphs that share a budget."""
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import fxremat
 from fxremat.core.step import Gathered, Interface, Step, Version
+from fxremat.memory.arena import Arena
 from fxremat.options import Options
-from fxremat.step import context
+from fxremat.step import context, scope
+from fxremat.step import scope as scopes
 from fxremat.step.description import repeated
 from fxremat.step.versions import Offer, Part, followed_by
-from tests.small import Block
+from tests.small import Block, Stack, seeded
+
+pytestmark = pytest.mark.usefixtures("fresh_budgets")
+
+
+# --- context ------------------------------------------------------------------------------
+
 
 HOST = torch.device("cpu")
-
-
-pytestmark = pytest.mark.usefixtures("fresh")
 
 
 class Model(nn.Module):
@@ -100,8 +108,6 @@ def test_what_lies_around_is_not_kept_alive() -> None:
     found = seen_in(model, list(model.blocks))
     torch._dynamo.reset()
     del model
-    import gc
-
     gc.collect()
     assert all(tensor() is None for tensor in found.others)
 
@@ -156,3 +162,230 @@ def test_micro_batches_may_go_backward_in_turn() -> None:
     either = step_of([part], [0, 0], either_order=True)
     assert either.peak_bytes([0, 1]) == either.peak_bytes([1, 0]) == 150 + 4000 + 5000
     assert [point.outside_bytes for point in either.points[3:]] == [150, 170, 150, 170]
+
+
+# --- arena --------------------------------------------------------------------------------
+
+
+BUDGET = "6MiB"
+OPTIONS: dict[str, Any] = {
+    "memory_budget": BUDGET, "solver": "greedy", "variants": "none", "arena": True,
+}  # fmt: skip
+
+
+class Trained:
+    """A model, its inputs, and the loss of it compiled within a budget."""
+
+    def __init__(self, budget: str = BUDGET) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(*(Block(64) for _ in range(4)))
+        self.x = torch.randn(1024, 64)
+        given = {**OPTIONS, "memory_budget": budget}
+        self.call: Any = torch.compile(self.loss, backend="fxremat", options=given)
+
+    def loss(self, x: Tensor) -> Tensor:
+        found: Tensor = self.model(x).square().mean()
+        return found
+
+    def step(self) -> None:
+        self.model.zero_grad(set_to_none=True)
+        self.call(self.x).backward()
+
+    def evaluate(self) -> Tensor:
+        with torch.no_grad():
+            found: Tensor = self.call(self.x)
+        return found
+
+    def gradients(self) -> list[Tensor]:
+        return [p.grad.clone() for p in self.model.parameters() if p.grad is not None]
+
+    def peak_bytes(self, run: Any) -> int:
+        self.model.zero_grad(set_to_none=True)
+        return fxremat.measure_peak(run, held=(self.model, self.x)).peak_bytes
+
+    @property
+    def arena(self) -> Arena:
+        (scope,) = scopes._SCOPES.values()
+        assert scope.own.arena is not None
+        return scope.own.arena
+
+
+def test_the_peak_is_as_predicted_with_the_arena_held() -> None:
+    trained = Trained()
+    trained.step()
+    first = trained.gradients()
+    for _ in range(3):
+        trained.step()
+        assert all(map(torch.equal, first, trained.gradients()))
+    assert trained.arena.nbytes > 0
+    assert (trained.arena.conflicts, trained.arena.differences, trained.arena.missed) == (0, 0, 0)
+    (report,) = fxremat.reports()
+    assert trained.peak_bytes(trained.step) == report.predicted_peak_bytes
+
+
+def test_the_block_that_is_given_back_is_gone() -> None:
+    """No half keeps it alive: a peak measured later counts it again, and an evaluation has it."""
+    trained = Trained()
+    for _ in range(3):
+        trained.step()
+    peaks = [trained.peak_bytes(trained.step) for _ in range(3)]
+    (report,) = fxremat.reports()
+    assert peaks == [report.predicted_peak_bytes] * 3
+    block = weakref.ref(trained.arena.block)
+    trained.model.zero_grad(set_to_none=True)
+    trained.evaluate()
+    assert block() is None
+
+
+def test_graphs_of_two_shapes_have_the_arena_in_turn() -> None:
+    """Where they would keep too much together, each gives back all that it has to the next."""
+    trained = Trained()
+    trained.call = torch.compile(trained.loss, backend="fxremat", options=OPTIONS, dynamic=False)
+    whole, half = trained.x, trained.x[:512].clone()
+
+    def steps(x: Tensor) -> tuple[list[Tensor], int]:
+        trained.x = x
+        for _ in range(3):
+            trained.step()
+        return trained.gradients(), trained.arena.nbytes
+
+    found = [steps(x) for x in (whole, half)]
+    (scope,) = scopes._SCOPES.values()
+    needed = sorted(graph.layout.arena_bytes for graph in scope.graphs)
+    assert found[1][1] == needed[1] > needed[0] > 0
+    scope.own.in_turn = True
+    again = [steps(x) for x in (whole, half)]
+    assert sorted(nbytes for _, nbytes in again) == needed
+    for (one, _), (other, _) in zip(found, again, strict=True):
+        assert all(map(torch.equal, one, other))
+    assert (trained.arena.conflicts, trained.arena.missed) == (0, 0)
+
+
+def test_an_evaluation_has_the_bytes_of_the_arena() -> None:
+    trained = Trained()
+    for _ in range(3):
+        trained.step()
+    before, taken = trained.gradients(), trained.arena.nbytes
+    trained.model.zero_grad(set_to_none=True)
+    trained.evaluate()
+    assert trained.arena.nbytes == 0
+    peak = trained.peak_bytes(trained.evaluate)
+    assert peak <= fxremat.reports()[-1].predicted_peak_bytes
+    trained.step()
+    assert trained.arena.nbytes == taken
+    assert all(map(torch.equal, before, trained.gradients()))
+    assert trained.arena.conflicts == 0
+
+
+def test_gradients_that_live_on_are_planned_for_before_the_forward() -> None:
+    """Two micro-batches: the budget is kept from the first iteration on that has both."""
+    trained = Trained("6MiB")
+
+    def iteration() -> None:
+        trained.step()
+        trained.call(trained.x).backward()
+
+    iteration()
+    reports = fxremat.reports()
+    assert len(reports) == 2
+    weights = sum(p.nbytes for p in trained.model.parameters())
+    assert reports[1].held_bytes - reports[0].held_bytes == weights
+    for _ in range(3):
+        assert trained.peak_bytes(iteration) <= 6 * 2**20
+    assert len(fxremat.reports()) == 2
+    doubled = trained.gradients()
+    trained.step()
+    for one, two in zip(trained.gradients(), doubled, strict=True):
+        torch.testing.assert_close(2 * one, two)
+
+
+# --- scope --------------------------------------------------------------------------------
+
+
+QUICK: dict[str, Any] = {"executor": "aot_eager", "solver": "greedy"}
+SHARED = "64MiB"
+
+
+def compiled(model: nn.Module, **options: Any) -> Any:
+    return torch.compile(model, backend="fxremat", options={**QUICK, **options})
+
+
+def test_a_budget_is_the_same_however_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By equal options, in other words, or by the environment; another number is another one."""
+    monkeypatch.setenv("FXREMAT_MEMORY_BUDGET", SHARED)
+    calls = [
+        compiled(nn.Linear(8, 8), memory_budget=SHARED),
+        compiled(nn.Linear(8, 9), memory_budget=SHARED),
+        compiled(nn.Linear(8, 10), memory_budget=64 * 2**20),
+        compiled(nn.Linear(8, 11)),
+    ]
+    for call in calls:
+        call(torch.ones(4, 8)).sum().backward()
+    [only] = scope._SCOPES.values()
+    assert len(only.graphs) == len(calls)
+    assert len(only.given.parameters) == 2 * len(calls)
+    compiled(nn.Linear(8, 12), memory_budget="65MiB")(torch.ones(4, 8)).sum().backward()
+    assert len(scope._SCOPES) == 2
+
+
+def test_what_is_gone_counts_no_longer() -> None:
+    """A model, what it was given, and a forward that waits, whoever else goes on."""
+    model, x = seeded(Stack, 64, 32)
+    waiting = compiled(model, memory_budget=SHARED)(x)
+    other = nn.Linear(8, 8)
+    compiled(other, memory_budget=SHARED)(torch.ones(4, 8)).sum().backward()
+    [only] = scope._SCOPES.values()
+
+    def neighbours() -> scope.Neighbours:
+        return only.neighbours((0, None), other.parameters(), (), torch.device("cpu"), 1)
+
+    before = neighbours()
+    assert before.resident >= sum(weight.nbytes for weight in model.parameters())
+    assert before.batch >= x.nbytes
+    assert before.waiting > 0
+    assert len(only.graphs) == 2
+    del waiting
+    gc.collect()
+    assert not only.waiting
+    assert neighbours().waiting == 0
+    del model, x
+    gc.collect()
+    after = neighbours()
+    assert (after.resident, after.batch, after.waiting) == (0, 0, 0)
+    assert len(only.given.parameters) == 2
+
+
+def trained() -> scope.BudgetScope:
+    model, x = seeded(Stack, 64, 32)
+    compiled(model, memory_budget=SHARED)(x).sum().backward()
+    [only] = scope._SCOPES.values()
+    assert only.graphs
+    return only
+
+
+def test_graphs_are_gone_with_the_code_that_runs_them() -> None:
+    """Dynamo keeps that code longer than its modules; such a graph holds nothing."""
+    only = trained()
+    gc.collect()
+    assert not only.given.parameters
+    assert not only.given.batch
+    torch._dynamo.reset()
+    gc.collect()
+    assert not only.graphs
+
+
+def test_what_only_garbage_holds_while_it_compiles_is_not_planned_for() -> None:
+    """Dynamo leaves cycles behind that hold results until Python collects them."""
+    at_hand = []
+    for keep in (False, True):
+        torch._dynamo.reset()
+        model = nn.Linear(8, 8)
+        result = compiled(model, memory_budget=SHARED)(torch.ones(4, 8))
+        loss, cycle = result.sum(), [result]
+        cycle.append(cycle)
+        at_hand += [result] if keep else []
+        del result, cycle
+        loss.backward()
+        [only] = scope._SCOPES.values()
+        assert [one.holds for one in only.order if one.phase == "forward"] == [keep]
+        scope.forget()

@@ -23,7 +23,7 @@ from tests.stepping import Make, Slow, adamw, compiled_model, layers_and_input, 
 
 _fresh = stepping.fresh
 
-# --- errors ------------------------------------------------------------------------------
+# --- errors -------------------------------------------------------------------------------
 
 
 def test_an_error_in_a_step_comes_out_of_the_backward() -> None:
@@ -98,7 +98,7 @@ def test_optimizers_of_other_parameters_are_refused(make: Make) -> None:
         fxremat.step_in_backward(nn.ReLU(), make)
 
 
-# --- saving, and learning rates ----------------------------------------------------------
+# --- saving, and learning rates -----------------------------------------------------------
 
 
 def decayed(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 import fxremat
 from fxremat import runtime
 from fxremat.verify.data_flow import check_arrivals
-from tests import stepping
 from tests.accumulating import LOSSES, squares
+from tests.graphs import Net
 from tests.host_weights import equal, moved
 from tests.small import Stack, Tied, seeded
 from tests.stepping import (
@@ -31,9 +31,9 @@ from tests.stepping import (
     trained,
 )
 
-_fresh = stepping.fresh
+# --- step in backward training _fresh = stepping.fresh
 
-# --- the same training -------------------------------------------------------------------
+# --- the same training --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -66,10 +66,7 @@ SPEEDS = [(3e6, 1e9), (1e9, 3e6), (1e7, 1e7)]
     [("aot_eager", 4, 33), pytest.param("inductor", 2, 60, marks=pytest.mark.slow)],
 )
 def test_whatever_the_copies_take(executor: str, depth: int, percent: int) -> None:
-    """Weights are fetched twice, and wait for copies of gradients, and the other way.
-
-    Compiled once, and trained on at each speed.
-    """
+    """Weights are fetched twice, and wait for copies of gradients, and the other way."""
     is_eager = executor == "aot_eager"
     budget = f"{full_peak(depth) * percent // 100}B"
     plain, ours = layers_and_input(depth), layers_and_input(depth)
@@ -126,7 +123,7 @@ def test_graph_breaks() -> None:
     assert len(early) == 10 * 24
 
 
-# --- whole gradients ---------------------------------------------------------------------
+# --- whole gradients ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", [*LOSSES, "loss outside"])
@@ -221,17 +218,16 @@ def test_a_second_backward_does_not_read_weights_that_have_changed() -> None:
 def test_parameters_that_share_memory() -> None:
     """Of two in the same memory one is fetched after the gradient of the other has arrived."""
 
-    class Shared(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = nn.Linear(16, 16, bias=False)
-            self.last = nn.Linear(16, 16, bias=False)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return F.gelu(self.last(F.gelu(self.first(x)))).square().mean()
+    def shared() -> Net:
+        first, last = (nn.Linear(16, 16, bias=False) for _ in range(2))
+        return Net(
+            lambda net, x: F.gelu(net.last(F.gelu(net.first(x)))).square().mean(),
+            first=first,
+            last=last,
+        )
 
     def make() -> tuple[nn.Module, Tensor]:
-        model, x = seeded(Shared, 4, 16)
+        model, x = seeded(shared, 4, 16)
         moved(model)
         model.last.weight.data = model.first.weight.data  # type: ignore[union-attr]
         return model, x
@@ -245,7 +241,7 @@ def test_parameters_that_share_memory() -> None:
     torch.testing.assert_close(found, trained(plain, compiled_model, optimizer))
 
 
-# --- parameters of all kinds -------------------------------------------------------------
+# --- parameters of all kinds --------------------------------------------------------------
 
 
 class Mixed(nn.Module):
@@ -297,7 +293,7 @@ def test_a_frozen_parameter_that_thaws() -> None:
     assert weight.grad is None
 
 
-# --- beside the backward, and in less memory ---------------------------------------------
+# --- beside the backward, and in less memory ----------------------------------------------
 
 
 def test_steps_end_before_the_backward_does() -> None:
@@ -324,10 +320,7 @@ def test_steps_end_before_the_backward_does() -> None:
     ],
 )
 def test_gradients_are_never_on_the_host_together(executor: str, early: bool) -> None:
-    """All at once if they step after it; else those that the plan has on their way, and a few.
-
-    Where each step takes long, that is seven layers of the twelve.
-    """
+    """All at once if they step after it; else those that the plan has on their way, and a few."""
     model, x = layers_and_input(12, 256)
     budget = full_peak(12, 256) // 4
     moved(model)

@@ -13,15 +13,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fxremat
 from fxremat.step import scope
 from fxremat.step.in_flight import watch_in_flight
 from fxremat.step.promise import Promise, PromisedVersion, RunVersions
-from tests.small import Language
-from tests.warned import warned
+from tests.end_to_end import warned
+from tests.small import Chain
 
 HOST = torch.device("cpu")
 KIB = 1024
@@ -34,17 +33,7 @@ pytestmark = pytest.mark.usefixtures("fresh_budgets")
 told = partial(warned, fxremat.PromiseBroken)
 
 
-# --- models whose blocks are compiled one by one ------------------------------------------------
-
-
-class Chain(Language):
-    """It gives the cross entropy of each next token."""
-
-    def __init__(self, depth: int = 8, width: int = 64) -> None:
-        super().__init__(32, depth, width)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return F.cross_entropy(super().forward(tokens).flatten(0, 1), tokens.flatten())
+# --- models whose blocks are compiled one by one ------------------------------------------
 
 
 QUICK: dict[str, Any] = {"executor": "aot_eager", "solver": "greedy", "variants": "none"}
@@ -79,8 +68,7 @@ def test_blocks_compiled_by_themselves_share_the_budget(copy: Callable[[Any], An
     with told() as found:
         step()
         step()
-    for parameter, gradient in zip(model.parameters(), expected, strict=True):
-        torch.testing.assert_close(parameter.grad, gradient)
+    torch.testing.assert_close([parameter.grad for parameter in model.parameters()], expected)
     model.zero_grad(set_to_none=True)
     peak = fxremat.measure_peak(step, held=(model, tokens)).peak_bytes
     assert peak <= given["memory_budget"]
@@ -179,7 +167,7 @@ def test_without_a_budget_nothing_is_said() -> None:
     assert found == []
 
 
-# --- what counts as in flight -------------------------------------------------------------------
+# --- what counts as in flight -------------------------------------------------------------
 
 
 def exponential(x: Tensor) -> Tensor:

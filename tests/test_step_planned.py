@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import Any
 
 import pytest
@@ -58,30 +58,21 @@ class WithLogits(TwoBreaks):
         return F.cross_entropy(logits, torch.zeros(len(x), dtype=torch.long)), logits
 
 
-class BlocksAndHead(nn.Module):
-    """A graph that saves nearly everything, and one of a loss, as Hugging Face's break."""
+class HeadApart(nn.Module):
+    """Blocks, then a head and a loss, each in a graph of its own, as Hugging Face's break."""
 
-    def __init__(self) -> None:
+    def __init__(self, depth: int, *, head_and_loss: bool) -> None:
         super().__init__()
-        self.blocks, self.head = OneGraph(6), nn.Linear(32, 64)
-
-    def forward(self, x: Tensor) -> Any:
-        logits = self.head(self.blocks.blocks(x))
-        torch._dynamo.graph_break()
-        return logits.float().logsumexp(-1).mean(), logits
-
-
-class HeadAndLoss(nn.Module):
-    """Head and loss are one graph, after another one of blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks, self.head = OneGraph(2), nn.Linear(32, 64)
+        self.blocks, self.head = OneGraph(depth), nn.Linear(32, 64)
+        self.head_and_loss = head_and_loss
 
     def forward(self, x: Tensor) -> Any:
         x = self.blocks.blocks(x)
-        torch._dynamo.graph_break()
+        if self.head_and_loss:
+            torch._dynamo.graph_break()
         logits = self.head(x)
+        if not self.head_and_loss:
+            torch._dynamo.graph_break()
         return logits.float().logsumexp(-1).mean(), logits
 
 
@@ -254,28 +245,17 @@ def adversaries() -> Case:
     return Case(models, [torch.randn(512, 32)], run)
 
 
-class EagerStem(nn.Module):
-    """A few layers that nobody compiles, before those that are: Dynamo may have given up there."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Sequential(nn.Linear(32, 256), nn.GELU(), nn.Linear(256, 32), nn.GELU())
-        self.blocks = nn.Sequential(*(Block(32) for _ in range(4)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        loss: Tensor = self.blocks(self.stem(x)).square().mean()
-        return loss
-
-
 @cache
 def eager_stem() -> Case:
+    """A few layers that nobody compiles, before those that are: Dynamo may have given up there."""
     torch.manual_seed(0)
-    model = EagerStem()
+    stem = nn.Sequential(nn.Linear(32, 256), nn.GELU(), nn.Linear(256, 32), nn.GELU())
+    model = nn.Sequential(stem, nn.Sequential(*(Block(32) for _ in range(4))))
 
     def run(functions: Sequence[Any], given: Sequence[Tensor]) -> None:
-        model(*given).backward()
+        model(*given).square().mean().backward()
 
-    return Case([model], [torch.randn(2048, 32)], run, parts=[model.blocks])
+    return Case([model], [torch.randn(2048, 32)], run, parts=[model[1]])
 
 
 class EagerBetween(nn.Module):
@@ -302,20 +282,11 @@ def eager_between() -> Case:
     return Case([model], [torch.randn(512, 32)], run, parts=[model.blocks, model.head])
 
 
-class Loose(nn.Module):
-    """Blocks that a function calls; each of them is compiled by itself."""
-
-    def __init__(self, depth: int) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(depth)
-        )
-
-
 @cache
 def called_by_a_function(checkpointed: bool) -> Case:
+    """Blocks, each of which is compiled by itself."""
     torch.manual_seed(0)
-    model = Loose(6)
+    blocks = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(6)]
 
     def run(functions: Sequence[Any], given: Sequence[Tensor]) -> None:
         x = given[0]
@@ -324,7 +295,7 @@ def called_by_a_function(checkpointed: bool) -> Case:
         loss: Any = x.square().mean()
         loss.backward()
 
-    return Case([*model.blocks], [torch.randn(512, 64)], run)
+    return Case(blocks, [torch.randn(512, 64)], run)
 
 
 @pytest.mark.parametrize(("checkpointed", "percent"), [(False, 75), (True, 100), (True, 101)])
@@ -476,7 +447,7 @@ def test_logits_that_a_model_with_graph_breaks_returns_are_counted() -> None:
 
 def test_a_graph_takes_all_that_the_others_leave_of_the_budget() -> None:
     """Between the few versions that it offers, too."""
-    case = two_breaks(BlocksAndHead)
+    case = two_breaks(partial(HeadApart, 6, head_and_loss=False))
     for percent in (65, 80):  # one of those that are offered takes 90 and 88 % of these
         budget = case.budget(percent)
         assert case.kept(budget) >= 0.92 * budget
@@ -495,7 +466,7 @@ def test_logits_beside_the_loss_of_the_last_graph_get_no_gradient_unless_one_com
     sent: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     torch.manual_seed(0)
-    model, x = HeadAndLoss(), torch.randn(512, 32)
+    model, x = HeadApart(2, head_and_loss=True), torch.randn(512, 32)
 
     def gradients(call: Any) -> list[Tensor | None]:
         model.zero_grad()

@@ -15,6 +15,7 @@ import fxremat
 from fxremat.compile import session
 from fxremat.options import Options
 from fxremat.step import preparation as preparing
+from tests.graphs import Net
 from tests.small import Block
 
 QUICK: dict[str, Any] = {"executor": "aot_eager", "solver": "greedy", "variants": "none"}
@@ -62,6 +63,10 @@ class WithLoss(nn.Module):
         return loss_of(self.model(tokens))
 
 
+def gradients_of(model: nn.Module) -> list[Tensor | None]:
+    return [parameter.grad for parameter in model.parameters()]
+
+
 def blocks_of(model: nn.Module) -> list[nn.Module]:
     return [one for one in model.modules() if isinstance(one, Block)]
 
@@ -94,7 +99,7 @@ class Case:
         self.loss = None if inside else loss_of
         self.tokens = torch.randint(WORDS, (4, 64))
         self.step()
-        self.gradients = [p.grad for p in self.model.parameters()]
+        self.gradients = gradients_of(self.model)
         compile_parts(self.model)
         self.step()
         self.plain_peak = self.peak_bytes()
@@ -142,8 +147,7 @@ def test_budgets_are_kept_and_gradients_stay(
     for budget in (case.plain_peak * 8 // 10, least):
         case.prepare(budget)
         case.step()
-        for parameter, gradient in zip(case.model.parameters(), case.gradients, strict=True):
-            torch.testing.assert_close(parameter.grad, gradient)
+        torch.testing.assert_close(gradients_of(case.model), case.gradients)
         assert case.peak_bytes() <= budget
 
 
@@ -157,45 +161,35 @@ def test_blocks_of_two_kinds_share_the_budget() -> None:
     assert case.peak_bytes() <= case.plain_peak * 7 // 10
 
 
-class HeadAndLoss(nn.Module):
-    """What comes after the blocks, in one module."""
+def blocks_and_head() -> Net:
+    """Blocks, and what comes after them in one module."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(64, WORDS)
+    def head_and_loss(net: Any, x: Tensor, tokens: Tensor) -> Tensor:
+        return F.cross_entropy(net.head(x).flatten(0, 1), tokens.flatten())
 
-    def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
-        return F.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
-
-
-class WithHead(nn.Module):
-    """Blocks, then that."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(WORDS, 64)
-        self.blocks = nn.ModuleList(Block(64) for _ in range(2))
-        self.last = HeadAndLoss()
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for block in self.blocks:
+    def whole(net: Any, tokens: Tensor) -> Any:
+        x = net.embedding(tokens)
+        for block in net.blocks:
             x = block(x)
-        loss: Tensor = self.last(x, tokens)
-        return loss
+        return net.last(x, tokens)
+
+    blocks = nn.ModuleList(Block(64) for _ in range(2))
+    last = Net(head_and_loss, head=nn.Linear(64, WORDS))
+    return Net(whole, embedding=nn.Embedding(WORDS, 64), blocks=blocks, last=last)
 
 
 @pytest.mark.slow
 def test_a_head_and_its_loss_are_a_part() -> None:
     """Compiled, they run a few rows at a time, and the step needs less; gradients stay."""
     torch.manual_seed(0)
-    model, tokens = WithHead(), torch.randint(WORDS, (4, 64))
+    model, tokens = blocks_and_head(), torch.randint(WORDS, (4, 64))
     model(tokens).backward()
-    gradients = [p.grad for p in model.parameters()]
+    gradients = gradients_of(model)
     model.zero_grad(set_to_none=True)
     least = {}
+    parts: Any = model
     for is_compiled in (False, True):
-        for part in (*model.blocks, *([model.last] if is_compiled else [])):
+        for part in (*parts.blocks, *([parts.last] if is_compiled else [])):
             part.compile()
         torch._dynamo.reset()
         with pytest.raises(fxremat.InfeasibleBudget) as refused:
@@ -210,8 +204,7 @@ def test_a_head_and_its_loss_are_a_part() -> None:
         model(tokens).backward()
 
     step()
-    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-        torch.testing.assert_close(parameter.grad, gradient)
+    torch.testing.assert_close(gradients_of(model), gradients)
     model.zero_grad(set_to_none=True)
     assert fxremat.measure_peak(step, held=(model, tokens)).peak_bytes <= budget
 
@@ -222,8 +215,7 @@ def test_blocks_move_what_they_save_to_the_host_where_that_is_faster() -> None:
     budget = case.plain_peak * 7 // 10
     case.prepare(budget, solver="auto", offload=True, host_bandwidth="400GB/s")
     case.step()
-    for parameter, gradient in zip(case.model.parameters(), case.gradients, strict=True):
-        torch.testing.assert_close(parameter.grad, gradient)
+    torch.testing.assert_close(gradients_of(case.model), case.gradients)
     measured, reports = case.peak_bytes(), fxremat.reports()
     assert measured <= budget
     assert measured == pytest.approx(reports[-1].step_peak_bytes, rel=0.01)
@@ -253,15 +245,7 @@ def test_an_object_with_a_loss_is_gone_backward_from() -> None:
         def __init__(self, logits: Tensor) -> None:
             self.loss = F.mse_loss(logits, torch.zeros_like(logits))
 
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.block = Block(16)
-
-        def forward(self, x: Tensor) -> Output:
-            return Output(self.block(x))
-
-    model = Model()
+    model: Any = Net(lambda net, x: Output(net.block(x)), block=Block(16))
     model.block.compile(backend="aot_eager")
     assert fxremat.prepare(model, torch.ones(2, 16), memory_budget="1GiB", options=QUICK) is model
     model(torch.ones(2, 16)).loss.backward()
@@ -270,29 +254,17 @@ def test_an_object_with_a_loss_is_gone_backward_from() -> None:
 def test_a_part_without_a_backward_is_no_part() -> None:
     """It is compiled, and saves nothing; without a look it is no part either."""
 
-    class Choice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(16, 16)
+    def whole(net: Any, x: Tensor) -> Any:
+        y = net.block(x)
+        for choice in net.choices:
+            y = y + choice(x).unsqueeze(-1)
+        return y.square().mean()
 
-        def forward(self, x: Tensor) -> Tensor:
-            chosen: Tensor = self.linear(x).argmax(-1)
-            return chosen
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.choices = nn.ModuleList(Choice() for _ in range(2))
-            self.block = Block(16)
-
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.block(x)
-            for choice in self.choices:
-                y = y + choice(x).unsqueeze(-1)
-            loss: Tensor = y.square().mean()
-            return loss
-
-    model, x = Model(), torch.ones(2, 16)
+    choices = nn.ModuleList(
+        Net(lambda net, x: net.linear(x).argmax(-1), linear=nn.Linear(16, 16)) for _ in range(2)
+    )
+    model: Any = Net(whole, choices=choices, block=Block(16))
+    x = torch.ones(2, 16)
     expected = model(x)
     options = {**QUICK, "memory_budget": "1GiB"}
     for part in (*model.choices, model.block):
@@ -316,8 +288,7 @@ def test_more_runs_than_were_seen_are_planned_again() -> None:
     for loss in losses:
         loss.backward()
     case.step()
-    for parameter, gradient in zip(case.model.parameters(), case.gradients, strict=True):
-        torch.testing.assert_close(parameter.grad, gradient)
+    torch.testing.assert_close(gradients_of(case.model), case.gradients)
 
 
 class Looking(Block):
@@ -347,8 +318,7 @@ def test_regions_of_a_model_are_wrapped_and_look_at_tensors() -> None:
     (seen, _), *_ = session.STATE.seen.values()
     assert sorted(len(seen.runs_of(part)) for part in range(len(seen.parts))) == [1, 1, 6]
     case.step()
-    for parameter, gradient in zip(case.model.parameters(), expected, strict=True):
-        torch.testing.assert_close(parameter.grad, gradient)
+    torch.testing.assert_close(gradients_of(case.model), expected)
     assert case.peak_bytes() <= budget
     assert len(fxremat.reports()) <= 4
 

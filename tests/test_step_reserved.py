@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.nn import functional as F
 
 import fxremat
 from fxremat.compat.absent.pretending import fake_cuda
@@ -33,7 +31,7 @@ from fxremat.step.recorder import StepRecorder
 from fxremat.step.runs import GraphInStep
 from fxremat.step.scope import BudgetScope
 from fxremat.step.versions import Offer, Part
-from tests.small import Language
+from tests.small import Chain
 
 HERE = torch.device("cpu")
 RUNS = 4
@@ -272,17 +270,10 @@ def test_two_parts_are_known_when_the_last_is_compiled(caplog: pytest.LogCapture
     assert seen.reserved((0,) * RUNS, AllocatorSettings()) is not None
 
 
-class WithLoss(Language):
-    """Its loss is large beside its blocks."""
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return F.cross_entropy(super().forward(tokens).flatten(0, 1), tokens.flatten())
-
-
 def looked_at() -> StepRecorder:
     """One step of a model, with its events."""
     torch._dynamo.reset()
-    model, tokens = WithLoss(2000, 3, 128), torch.zeros(8, 512, dtype=torch.long)
+    model, tokens = Chain(3, 128, words=2000), torch.zeros(8, 512, dtype=torch.long)
     for block in model.blocks:
         block.compile()
     options = {"memory_budget": "1GiB", "solver": "greedy", "variants": "none"}

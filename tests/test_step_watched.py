@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -20,8 +19,8 @@ from fxremat.memory.watched_steps import WATCHED_STEPS, StepWatch
 from fxremat.sizes import MIB, parse_bytes
 from fxremat.step import scope
 from fxremat.step.promise import Observed
+from tests.end_to_end import warned
 from tests.small import Block
-from tests.warned import warned
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 QUICK: dict[str, Any] = {"executor": "aot_eager", "solver": "greedy", "variants": "none"}
@@ -29,9 +28,6 @@ WORDS = 4000
 
 
 pytestmark = pytest.mark.usefixtures("fresh_budgets")
-
-
-told = partial(warned, BudgetExceeded)
 
 
 class Case:
@@ -68,6 +64,13 @@ class Case:
             result = F.cross_entropy(self.head(result), self.target)
         result.backward()
 
+    def said(self, steps: int = 4) -> list[BudgetExceeded]:
+        """The warnings of so many steps."""
+        with warned(BudgetExceeded) as said:
+            for _ in range(steps):
+                self.step()
+        return said
+
     def peak_bytes(self) -> int:
         for module in (self.model, self.head):
             module.zero_grad(set_to_none=True)
@@ -84,18 +87,12 @@ def test_a_loss_outside_is_planned_for_once_it_was_seen() -> None:
     """It is said once; from then on the budget is kept, and in the next run from the first step."""
     case, budget = Case(loss_outside=True), 56 * MIB
     case.compile(memory_budget=budget)
-    with told() as said:
-        for _ in range(4):
-            case.step()
-    (found,) = said
+    (found,) = case.said()
     assert found.again
     assert "planned again" in str(found)
     assert case.peak_bytes() <= budget
     case.compile(memory_budget=budget)
-    with told() as said:
-        for _ in range(4):
-            case.step()
-    assert said == []
+    assert case.said() == []
     assert case.peak_bytes() <= budget
 
 
@@ -120,9 +117,7 @@ def test_what_runs_outside_is_named_with_the_reserve_that_is_enough() -> None:
     much more, the budget is kept, and nothing said."""
     case, budget = Case(loss_outside=True), 48 * MIB
     case.compile(memory_budget=budget)
-    with told() as said:
-        for _ in range(10):
-            case.step()
+    said = case.said(10)
     measured = case.peak_bytes()
     assert measured > budget
     assert [one.again for one in said] == [True, True, False]
@@ -133,10 +128,7 @@ def test_what_runs_outside_is_named_with_the_reserve_that_is_enough() -> None:
     reserve = str(said[0]).rsplit("reserve='", 1)[1].split("'")[0]
     enough = measured + 2 * MIB
     case.compile(memory_budget=enough, reserve=min(parse_bytes(reserve), enough - 8 * MIB))
-    with told() as said:
-        for _ in range(5):
-            case.step()
-    assert said == []
+    assert case.said(5) == []
     assert case.peak_bytes() <= enough
 
 
@@ -148,9 +140,9 @@ def test_tensors_that_a_hook_keeps_are_named() -> None:
     case.step()
     plain = case.peak_bytes()
 
-    def warned(*, inside: bool) -> list[BudgetExceeded]:
+    def told(*, inside: bool) -> list[BudgetExceeded]:
         case.compile(memory_budget=plain)
-        with told() as said:
+        with warned(BudgetExceeded) as said:
             for _ in range(4):
                 if not inside:
                     kept.append(torch.ones(2 * MIB))
@@ -161,8 +153,8 @@ def test_tensors_that_a_hook_keeps_are_named() -> None:
                 loss.backward()
         return said
 
-    assert warned(inside=False) == []
-    found = warned(inside=True)[0]
+    assert told(inside=False) == []
+    found = told(inside=True)[0]
     assert found.taken_bytes - plain >= 4 * MIB
 
 

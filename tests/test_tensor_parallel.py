@@ -19,11 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests.ranks import LEAST, PERCENTS, Blocks, Trained, in_way, kept, on_ranks
 
@@ -46,19 +42,9 @@ class Parallel(Trained):
                 fully_shard(block, mesh=mesh["data"])
         if data > 1:
             fully_shard(self.model, mesh=mesh["data"])
-        if way == "each block":
-            for block in self.model.blocks:
-                block.compile(**how)
-        call: Any = self.model
-        self.call = torch.compile(call, **how) if way == "the whole" else call
+        self.compile(self.model, way, **how)
         numbers = torch.Generator().manual_seed(rank // 2)
         self.x = torch.randn(16, 64, WIDTH, generator=numbers)
-
-    def run(self) -> None:
-        self.call(self.x).backward()
-
-    def held(self) -> Any:
-        return self.model, self.x
 
 
 class GathersItself(nn.Linear):
@@ -83,14 +69,11 @@ class Gathering(Trained):
     def __init__(self, rank: int, **how: Any) -> None:
         torch.manual_seed(0)
         self.model = nn.Sequential(*(GathersItself(256) for _ in range(6)))
-        self.call = torch.compile(lambda x: self.model(x).square().mean(), **how)
+        self.call = torch.compile(self.loss, **how)
         self.x = torch.randn(16, 256, generator=torch.Generator().manual_seed(rank))
 
-    def run(self) -> None:
-        self.call(self.x).backward()
-
-    def held(self) -> Any:
-        return self.model, self.x
+    def loss(self, x: Tensor) -> Any:
+        return self.model(x).square().mean()
 
 
 @pytest.mark.slow

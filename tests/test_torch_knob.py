@@ -1,12 +1,9 @@
-"""Torch's own option `activation_memory_budget` is no limit in bytes, and wrong with dropout.
-
-The README says so, and these tests show it with the torch that is installed; fxremat does the same
-steps right. If a new torch fails the first or the third test, that part of the README is outdated.
-"""
+"""Torch's own option `activation_memory_budget`, and what its checkpoint policies ask for."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +12,29 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 from torch.nn import functional as F
+from torch.utils.checkpoint import CheckpointPolicy
 
 import fxremat
+from fxremat.compat.joint_graph import user_tag
+from fxremat.passes.halves import RECOMPUTED
+from fxremat.passes.joint_graph import Role, is_view, read_joint_graph, root
+from fxremat.passes.user_tags import protect_mutated_inputs
+from tests import nets
+from tests.conftest import Golden
+from tests.graphs import (
+    Capture,
+    Net,
+    assert_plan_changes_nothing,
+    batch,
+    calls,
+    capture,
+    everything_again,
+    linear,
+    mlp,
+)
+
+# --- torch knob ---------------------------------------------------------------------------
+
 
 LAYERS, WIDTH, HIDDEN, TOKENS = 4, 32, 96, 1024
 
@@ -28,31 +46,21 @@ def _uncached(fresh: None) -> Iterator[None]:
         yield
 
 
-class Block(nn.Module):
-    """A gated MLP, as in a Llama."""
+def blocks() -> nn.Module:
+    """Gated MLPs, as in a Llama, and a loss."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.RMSNorm(WIDTH)
-        self.gate, self.up = (nn.Linear(WIDTH, HIDDEN, bias=False) for _ in range(2))
-        self.down = nn.Linear(HIDDEN, WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norm(x)
-        added: Tensor = self.down(F.silu(self.gate(y)) * self.up(y))
+    def block(net: Any, x: Tensor) -> Tensor:
+        y = net.norm(x)
+        added: Tensor = net.down(F.silu(net.gate(y)) * net.up(y))
         return x + added
 
+    def made() -> Net:
+        gate, up = (nn.Linear(WIDTH, HIDDEN, bias=False) for _ in range(2))
+        down = nn.Linear(HIDDEN, WIDTH, bias=False)
+        return Net(block, norm=nn.RMSNorm(WIDTH), gate=gate, up=up, down=down)
 
-class Blocks(nn.Module):
-    """Blocks and a loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(*(Block() for _ in range(LAYERS)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        loss: Tensor = self.blocks(x).square().mean()
-        return loss
+    parts = nn.Sequential(*(made() for _ in range(LAYERS)))
+    return Net(lambda net, x: net.blocks(x).square().mean(), blocks=parts)
 
 
 class Scaled(nn.Module):
@@ -86,7 +94,7 @@ def compiled(model: nn.Module, knob: float | None, memory_budget: int | None) ->
 def peak_bytes(knob: float | None = None, memory_budget: int | None = None) -> int:
     """The measured peak of a step."""
     torch.manual_seed(0)
-    model, x = compiled(Blocks(), knob, memory_budget), torch.randn(TOKENS, WIDTH)
+    model, x = compiled(blocks(), knob, memory_budget), torch.randn(TOKENS, WIDTH)
 
     def step() -> None:
         model(x).backward()
@@ -139,3 +147,153 @@ def test_gradients_through_dropout_are_right_within_a_budget() -> None:
     assert isinstance(inner, fxremat.InfeasibleBudget)
     assert inner.minimum_bytes is not None
     assert derivative(memory_budget=inner.minimum_bytes) == pytest.approx(1.0, rel=1e-4)
+
+
+# --- user tags ----------------------------------------------------------------------------
+
+
+ATEN = torch.ops.aten
+
+
+def saved(seen: Capture) -> set[str]:
+    """Names of what the forward saves, inputs of the graph aside."""
+    return {n.name for n in seen.rewritten.saved if n.op != "placeholder"}
+
+
+def tagged(seen: Capture, tag: str) -> set[str]:
+    """Names of the nodes of the forward with a policy, views aside."""
+    return {
+        n.name
+        for n in seen.joint.module.graph.nodes
+        if user_tag(n) == tag and not is_view(n) and seen.joint.role[n] is Role.FORWARD
+    }
+
+
+def test_backward_of_a_block_that_must_be_recomputed(golden: Golden) -> None:
+    model = nets.checkpointed(mlp(8, 1), nets.save_nothing)
+    golden(capture(model, [batch(4, 8)]).backward.code.strip())
+
+
+# --- pairs: changed, not changed ----------------------------------------------------------
+
+
+def test_must_recompute_gives_the_backward_its_own_copies() -> None:
+    seen = nets.traced("save nothing")
+    copies = [n for n in seen.joint.module.graph.nodes if n.name.endswith(RECOMPUTED)]
+    assert copies
+    assert all(seen.joint.role[n] is Role.LAZY for n in copies)
+    assert not any(user_tag(n) for n in copies)
+
+
+# --- policies -----------------------------------------------------------------------------
+
+
+def test_plain_checkpoint_leaves_the_choice_to_the_planner() -> None:
+    """Its tag is a preference: with room for all, nothing is run again; else anything may be."""
+    kept = nets.traced("checkpoint")
+    assert {"gelu", "addmm_1"} <= saved(kept)
+    again = capture(*nets.make("checkpoint"), everything_again)
+    assert not saved(again) & {"gelu", "addmm_1"}
+
+
+@pytest.mark.parametrize("name", ["save addmms", "save nothing"])
+def test_must_recompute_is_not_saved(name: str) -> None:
+    seen = nets.traced(name)
+    told = {n for n in tagged(seen, "MUST_RECOMPUTE")
+            if "dropout" not in n and "getitem" not in n}  # fmt: skip
+    assert told
+    assert not told & saved(seen)
+
+
+@pytest.mark.parametrize("name", ["save addmms", "save everything"])
+def test_must_save_is_never_copied(name: str) -> None:
+    seen = capture(*nets.make(name), everything_again)
+    told = tagged(seen, "MUST_SAVE")
+    assert told
+    names = {n.name.split(RECOMPUTED)[0]
+             for n in seen.rewritten.module.graph.nodes if RECOMPUTED in n.name}  # fmt: skip
+    assert not told & names
+    read = {n.name for n in seen.backward.graph.nodes if n.op == "placeholder"}
+    assert {t for t in told if t in read} <= saved(seen)
+
+
+def test_calls_with_several_results_under_must_recompute() -> None:
+    """Dropout is drawn once, a norm runs again as one call, and no result is taken twice."""
+    seen = nets.traced("save nothing")
+    forward, backward = seen.forward.graph, seen.backward.graph
+    for target, again in ((ATEN.native_dropout, 0), (ATEN.native_layer_norm, 1)):
+        assert [len(calls(graph, target)) for graph in (forward, backward)] == [1, again]
+    for call in calls(seen.joint.module.graph, ATEN.native_dropout):
+        indices = [user.args[1] for user in call.users]
+        assert len(indices) == len(set(indices))  # else its storage would be two values
+
+
+@pytest.mark.parametrize(
+    ("policy", "saved_with_room", "saved_without"),
+    [
+        (CheckpointPolicy.MUST_SAVE, True, True),
+        (CheckpointPolicy.PREFER_SAVE, True, False),
+        (CheckpointPolicy.PREFER_RECOMPUTE, True, False),
+        (CheckpointPolicy.MUST_RECOMPUTE, False, False),
+    ],
+)
+def test_each_policy_holds_for_ops_of_torch_and_of_others(
+    policy: CheckpointPolicy, saved_with_room: bool, saved_without: bool
+) -> None:
+    """A must is obeyed whatever the budget is; a preference leaves the choice to the planner."""
+    middle = nn.Sequential(linear(), Net(lambda _, x: nets.triple(x)), nn.GELU(), nn.Sigmoid())
+    model = nets.checkpointed(middle, lambda *_, **__: policy)
+    with_room = capture(model, [batch(4, 8)])
+    without = capture(model, [batch(4, 8)], everything_again)
+    for seen, expected in ((with_room, saved_with_room), (without, saved_without)):
+        for name in ("triple", "sigmoid"):
+            assert (name in saved(seen)) is expected, name
+
+
+@pytest.mark.parametrize("layers", [2, 15])
+def test_deep_blocks_that_must_be_recomputed(layers: int) -> None:
+    model = nets.checkpointed(
+        nn.Sequential(*(nn.Tanh() for _ in range(layers)), linear()), nets.save_nothing
+    )
+    seen = assert_plan_changes_nothing(model, [batch(4, 8)])
+    assert sum("tanh" in name for name in saved(seen)) == 0
+
+
+# --- inputs that are overwritten ----------------------------------------------------------
+
+
+def without_clone(seen: Capture) -> Any:
+    """A traced graph in which the backward reads the overwritten buffer itself."""
+    graph = seen.joint.module.graph
+    for clone in calls(graph, ATEN.clone):
+        clone.replace_all_uses_with(clone.all_input_nodes[0])
+        graph.erase_node(clone)
+    return read_joint_graph(seen.joint.module, seen.joint.num_forward_outputs)
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["eager", "inductor"])
+def test_the_backward_reads_a_clone_of_what_the_step_overwrites(fused: bool) -> None:
+    seen = capture(*nets.make("old buffer"), fused=fused)
+    joint = without_clone(seen)
+    assert protect_mutated_inputs(joint)
+    joint.module.graph.lint()
+    joint = read_joint_graph(joint.module, joint.num_forward_outputs)
+    (clone,) = calls(joint.module.graph, ATEN.clone)
+    assert joint.role[clone] is Role.FORWARD
+    for node in joint.module.graph.nodes:
+        if joint.role[node] is not Role.FORWARD and node.op != "output":
+            assert not any(root(i) in joint.mutated for i in node.all_input_nodes)
+
+
+def test_a_clone_stays_in_the_forward_even_if_only_the_backward_reads_it() -> None:
+    """Else it would be made after the buffer has been overwritten."""
+    joint = without_clone(capture(*nets.make("old buffer")))
+    (source,) = joint.mutated
+    for user in list(source.users):
+        if joint.role[user] is Role.FORWARD and "copy_" not in user.name:
+            user.replace_input_with(source, joint.primals[0])
+    joint = read_joint_graph(joint.module, joint.num_forward_outputs)
+    assert protect_mutated_inputs(joint)
+    joint = read_joint_graph(joint.module, joint.num_forward_outputs)
+    (clone,) = calls(joint.module.graph, ATEN.clone)
+    assert joint.role[clone] is Role.FORWARD

@@ -21,6 +21,7 @@ from fxremat.runtime.chunks import call as rows_call
 from fxremat.whatif.explanation import Explanation
 from tests.conftest import Golden
 from tests.end_to_end import compiled_by_fxremat, least, measured, observed, step
+from tests.fuzz.steps import Squares
 
 WORDS, WIDTH, IGNORED = 3000, 16, 0
 
@@ -42,41 +43,24 @@ class Words(nn.Module):
         return F.cross_entropy(scores.view(-1, WORDS), targets.view(-1), ignore_index=IGNORED)
 
 
-class Pictures(nn.Module):
-    """Convolutions with BatchNorm, ReLU and a pool."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm = nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16)
-        self.second, self.pool = nn.Conv2d(16, 16, 3, padding=1), nn.MaxPool2d(2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.pool(F.relu(self.norm(self.first(x))))
-        return F.relu(self.second(y)).square().mean()
-
-
-class Loss(nn.Module):
-    """The mean of the squares."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.square().mean()
-
-
 def words() -> tuple[nn.Module, tuple[Tensor, ...]]:
     torch.manual_seed(0)
     return Words(), (torch.randint(0, WORDS, (4, 64)), torch.randint(0, WORDS, (4, 64)))
 
 
 def pictures() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """Convolutions with BatchNorm, ReLU and a pool."""
     torch.manual_seed(0)
-    return Pictures(), (torch.randn(8, 3, 32, 32),)
+    first, second = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 16, 3, padding=1)
+    pooled = (first, nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2))
+    return nn.Sequential(*pooled, second, nn.ReLU(), Squares()), (torch.randn(8, 3, 32, 32),)
 
 
 def layers() -> tuple[nn.Module, tuple[Tensor, ...]]:
     """Linear layers and activations, of which all but the ends is saved."""
     torch.manual_seed(0)
     inner = [nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 32)]
-    return nn.Sequential(*inner, Loss()), (torch.randn(2048, 32),)
+    return nn.Sequential(*inner, Squares()), (torch.randn(2048, 32),)
 
 
 @pytest.mark.parametrize(

@@ -1,19 +1,34 @@
-"""Every way to rewrite a graph wrongly that we know of is noticed."""
+"""What the verifier says of rewritten graphs and their halves: right ones, and spoilt ones."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import fx
 
-from fxremat.compat.joint_graph import extract_forward_backward, is_tangent
+from fxremat.compat.joint_graph import extract_forward_backward, is_tangent, torch_partition
 from fxremat.errors import VerificationFailed
 from fxremat.passes.recompute import apply_plan
-from fxremat.verify.data_flow import check_data_flow, check_split
+from fxremat.verify.data_flow import check_data_flow, check_halves, check_split
 from tests import nets
-from tests.graphs import Capture, batch, calls, capture, everything_again, mlp, store_all
+from tests.graphs import (
+    Capture,
+    batch,
+    calls,
+    capture,
+    copied,
+    everything_again,
+    mlp,
+    replaced,
+    results_of,
+    store_all,
+)
+
+# --- data flow ----------------------------------------------------------------------------
+
 
 ATEN = torch.ops.aten
 
@@ -53,39 +68,32 @@ def read_another_value(graph: fx.Graph) -> None:
 
 
 def copy_a_random_call(graph: fx.Graph) -> None:
-    node = one(graph, ATEN.native_dropout)
-    with graph.inserting_after(node):
-        graph.node_copy(node)
+    copied(one(graph, ATEN.native_dropout))
 
 
 def read_a_copied_random_call(graph: fx.Graph) -> None:
     node = one(graph, ATEN.native_dropout)
-    with graph.inserting_after(node):
-        copy = graph.node_copy(node)
     mask = next(user for user in node.users if user.args[1] == 1)
-    mask.args = (copy, 1)
+    mask.args = (copied(node), 1)
 
 
 def drop_a_node(graph: fx.Graph) -> None:
     node = one(graph, ATEN.gelu)
-    node.replace_all_uses_with(node.all_input_nodes[0])
-    graph.erase_node(node)
+    replaced(node, node.all_input_nodes[0])
 
 
 def drop_a_random_call(graph: fx.Graph) -> None:
     node = one(graph, ATEN.native_dropout)
     for user in list(node.users):
-        user.replace_all_uses_with(node.all_input_nodes[0])
-        graph.erase_node(user)
+        replaced(user, node.all_input_nodes[0])
     graph.erase_node(node)
 
 
 def swap_results(graph: fx.Graph) -> None:
-    output = graph.output_node()
-    results = list(output.args[0])  # type: ignore[arg-type]
+    results = results_of(graph)
     given = [i for i, r in enumerate(results) if isinstance(r, fx.Node)]
     results[given[1]], results[given[2]] = results[given[2]], results[given[1]]
-    output.args = (tuple(results),)
+    graph.output_node().args = (tuple(results),)
 
 
 def take_another_item(graph: fx.Graph) -> None:
@@ -111,15 +119,12 @@ def test_sabotage_is_noticed(sabotage: Callable[[fx.Graph], None]) -> None:
 
 
 def update_twice(graph: fx.Graph) -> None:
-    node = one(graph, ATEN.copy_)
-    with graph.inserting_after(node):
-        graph.node_copy(node)
+    copied(one(graph, ATEN.copy_))
 
 
 def lose_an_update(graph: fx.Graph) -> None:
     node = one(graph, ATEN.copy_)
-    node.replace_all_uses_with(node.all_input_nodes[0])
-    graph.erase_node(node)
+    replaced(node, node.all_input_nodes[0])
 
 
 @pytest.mark.parametrize("sabotage", [update_twice, lose_an_update])
@@ -164,7 +169,7 @@ def test_overwriting_a_buffer_before_it_is_read_is_noticed(through_view: bool) -
         check_data_flow(right, buffer_graph(True, through_view), ["buffer"])
 
 
-# --- the split -----------------------------------------------------------------------------
+# --- the split ----------------------------------------------------------------------------
 
 
 def test_reading_what_was_not_declared_is_noticed() -> None:
@@ -188,3 +193,135 @@ def test_what_torch_runs_in_both_halves_is_noticed() -> None:
     check_split(backward.graph, names)
     with pytest.raises(VerificationFailed, match="run in both halves"):
         check_split(backward.graph, names, forward.graph)
+
+
+# --- halves -------------------------------------------------------------------------------
+
+
+def split(name: str) -> tuple[Capture, fx.Graph, fx.Graph]:
+    seen = capture(*nets.make(name), everything_again)
+    return seen, seen.forward.graph, seen.backward.graph
+
+
+def verify_split(seen: Capture, forward: fx.Graph, backward: fx.Graph) -> None:
+    check_halves(
+        seen.rewritten.module.graph,
+        forward,
+        backward,
+        num_forward_outputs=seen.joint.num_forward_outputs,
+        mutated=[n.name for n in seen.joint.mutated],
+    )
+
+
+@pytest.mark.parametrize("name", ["mlp", "dropout", "batch norm", "old buffer", "several results"])
+def test_honest_halves_pass(name: str) -> None:
+    verify_split(*split(name))
+
+
+def swap_saved(forward: fx.Graph, backward: fx.Graph) -> None:
+    """The forward returns another value under the name of one that is saved."""
+    results = results_of(forward)
+    old = next(n for n in reversed(results) if isinstance(n, fx.Node) and n.op != "placeholder")
+    with forward.inserting_before(forward.output_node()):
+        new = forward.call_function(ATEN.neg.default, (old,))
+    new.meta = dict(old.meta)
+    results[results.index(old)] = new
+    forward.output_node().args = (tuple(results),)
+
+
+def change_the_backward(forward: fx.Graph, backward: fx.Graph) -> None:
+    swap_arguments(backward)
+
+
+def change_the_forward(forward: fx.Graph, backward: fx.Graph) -> None:
+    change_the_operation(forward)
+
+
+def run_a_random_call_twice(forward: fx.Graph, backward: fx.Graph) -> None:
+    copy_a_random_call(forward)
+
+
+def run_a_random_call_in_both_halves(forward: fx.Graph, backward: fx.Graph) -> None:
+    """It has the same name in both, and nobody reads the second."""
+    node = calls(forward, ATEN.native_dropout)[0]
+    given = next(iter(backward.nodes))
+    with backward.inserting_before(backward.output_node()):
+        assert backward.node_copy(node, lambda _: given).name == node.name
+
+
+def lose_a_result(forward: fx.Graph, backward: fx.Graph) -> None:
+    backward.output_node().args = (tuple(results_of(backward)[1:]),)
+
+
+@pytest.mark.parametrize(
+    "sabotage",
+    [swap_saved, change_the_backward, change_the_forward, run_a_random_call_twice,
+     run_a_random_call_in_both_halves, lose_a_result],
+    ids=lambda f: f.__name__,
+)  # fmt: skip
+def test_sabotage_of_halves_is_noticed(sabotage: Callable[[fx.Graph, fx.Graph], None]) -> None:
+    seen, forward, backward = split("dropout")
+    verify_split(seen, forward, backward)
+    sabotage(forward, backward)
+    with pytest.raises(VerificationFailed, match="halves"):
+        verify_split(seen, forward, backward)
+
+
+def test_the_partition_of_torch_passes() -> None:
+    seen = capture(*nets.make("mlp"))
+    forward, backward = torch_partition(
+        seen.joint.module, (), num_fwd_outputs=seen.joint.num_forward_outputs
+    )
+    verify_split(seen, forward.graph, backward.graph)
+
+
+class Written:
+    """``buffer`` is written, and its sine times the tangent is a gradient."""
+
+    def __init__(self) -> None:
+        self.graph = fx.Graph()
+
+    def input(self, name: str) -> fx.Node:
+        node = self.graph.placeholder(name)
+        node.meta["val"] = torch.empty(4)
+        return node
+
+    def call(self, target: Any, *args: fx.Node) -> fx.Node:
+        node = self.graph.call_function(target, args)
+        node.meta["val"] = torch.empty(4)
+        return node
+
+    def gradient(self, buffer: fx.Node, tangent: fx.Node) -> fx.Node:
+        return self.call(ATEN.mul.Tensor, self.call(ATEN.sin.default, buffer), tangent)
+
+
+def whole(write_first: bool) -> fx.Graph:
+    made = Written()
+    buffer, new, tangent = map(made.input, ("buffer", "new", "tangents_1"))
+    gradient = None if write_first else made.gradient(buffer, tangent)
+    made.call(ATEN.copy_.default, buffer, new)
+    made.graph.output((new, gradient or made.gradient(buffer, tangent)))
+    return made.graph
+
+
+@pytest.mark.parametrize("write_first", [True, False], ids=["after the write", "before"])
+def test_what_the_forward_writes_is_another_value_to_the_backward(write_first: bool) -> None:
+    """The halves read the buffer after the write; the graph that was cut did, or did not."""
+    forward, backward = Written(), Written()
+    buffer, new = forward.input("buffer"), forward.input("new")
+    forward.call(ATEN.copy_.default, buffer, new)
+    forward.graph.output((new, buffer))
+    given, tangent = backward.input("buffer"), backward.input("tangents_1")
+    backward.graph.output((backward.gradient(given, tangent),))
+
+    def compare() -> None:
+        check_halves(
+            whole(write_first), forward.graph, backward.graph,
+            num_forward_outputs=1, mutated=["buffer"],
+        )  # fmt: skip
+
+    if write_first:
+        compare()
+    else:
+        with pytest.raises(VerificationFailed, match="result 1, of the backward, is another"):
+            compare()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -22,9 +22,9 @@ from fxremat.runtime import accumulated
 from fxremat.verify.preparation import BeforePass, Rights
 from tests import nets
 from tests.examples import examples
-from tests.graphs import batch, calls
+from tests.graphs import Net, batch, calls, copied, replaced, results_of
 from tests.host_weights import batches, language, loss_of, moved
-from tests.prepared import Spoil, Twice, as_given, prepare_wrongly, prepared
+from tests.prepared import Spoil, as_given, prepare_wrongly, prepared, twice
 from tests.test_verify_data_flow import (
     copy_a_random_call,
     lose_an_update,
@@ -44,16 +44,16 @@ def draft_of(name: str, fused: bool) -> Draft:
 @cache
 def _traced(name: str, fused: bool) -> Draft:
     if name == "twice":
-        return as_given(Twice(), [batch(8, 8)], fused=fused)
+        return as_given(twice(), [batch(8, 8)], fused=fused)
     if name == "noise":
-        return as_given(Noise(), [batch(8, 8)], fused=fused)
+        return as_given(noise(), [batch(8, 8)], fused=fused)
     if name == "host":
         words, targets = next(batches(1))
         return as_given(loss_of(moved(language(tied=True))), [words, targets], fused=fused)
     return as_given(*nets.make(name), fused=fused)
 
 
-# --- what is right -------------------------------------------------------------------------
+# --- what is right ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", nets.NAMES)
@@ -70,29 +70,25 @@ def test_an_overwritten_input_that_the_backward_reads_is_cloned_once() -> None:
     assert len(calls(draft.module.graph, ATEN.clone)) == 1
 
 
-class Noise(nn.Module):
+def noise() -> Net:
     """Two random calls that look alike; torch's list of random calls does not have them."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
+    def step(net: Any, x: torch.Tensor) -> Any:
+        y = net.linear(x)
+        return ((y * torch.randn_like(y)).sin() - (y * torch.randn_like(y)).cos()).sum()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """A number."""
-        y = self.linear(x)
-        one, other = (y * torch.randn_like(y)).sin(), (y * torch.randn_like(y)).cos()
-        return cast(torch.Tensor, (one - other).sum())
+    return Net(step, linear=nn.Linear(8, 8))
 
 
 def test_random_calls_that_look_alike_are_not_merged() -> None:
-    draft = as_given(Noise(), [batch(4, 8)])
+    draft = as_given(noise(), [batch(4, 8)])
     prepared(draft, fused=False)
     found = calls(draft.module.graph, ATEN.randn_like)
     assert len(found) == 2
     assert all(set(node.kwargs) == {"pin_memory"} for node in found)
 
 
-# --- what is wrong -------------------------------------------------------------------------
+# --- what is wrong ------------------------------------------------------------------------
 
 
 def operand(node: fx.Node, place: int = 0) -> fx.Node:
@@ -122,22 +118,22 @@ def turn_a_product_round(graph: fx.Graph) -> None:
     node.args = (node.args[0], node.args[2], node.args[1])
 
 
-def let_a_bound_slip(graph: fx.Graph) -> None:
+def index_by(graph: fx.Graph, target: Any, argument: Any) -> None:
+    """Rows are written where this makes of the index that they have."""
     node = one(graph, ATEN.index_put)
     index = operand(node, 1)
     with graph.inserting_before(node):
-        bounded = graph.call_function(ATEN.clamp_max.default, (index, 3))
-    bounded.meta = dict(index.meta)
-    node.args = (node.args[0], [bounded], *node.args[2:])
+        another = graph.call_function(target, (index, argument))
+    another.meta = dict(index.meta)
+    node.args = (node.args[0], [another], *node.args[2:])
+
+
+def let_a_bound_slip(graph: fx.Graph) -> None:
+    index_by(graph, ATEN.clamp_max.default, 3)
 
 
 def take_another_index(graph: fx.Graph) -> None:
-    node = one(graph, ATEN.index_put)
-    index = operand(node, 1)
-    with graph.inserting_before(node):
-        turned = graph.call_function(ATEN.flip.default, (index, [0]))
-    turned.meta = dict(index.meta)
-    node.args = (node.args[0], [turned], *node.args[2:])
+    index_by(graph, ATEN.flip.default, [0])
 
 
 def add_what_the_mask_hides(graph: fx.Graph) -> None:
@@ -153,8 +149,7 @@ def write_rows_and_not_add(graph: fx.Graph) -> None:
 
 def merge_what_is_drawn(graph: fx.Graph) -> None:
     first, second = calls(graph, ATEN.randn_like)
-    second.replace_all_uses_with(first)
-    graph.erase_node(second)
+    replaced(second, first)
 
 
 def update_from_another(graph: fx.Graph) -> None:
@@ -190,8 +185,7 @@ def clone_of(graph: fx.Graph) -> fx.Node:
 
 def read_what_was_written(graph: fx.Graph) -> None:
     clone = clone_of(graph)
-    clone.replace_all_uses_with(operand(clone))
-    graph.erase_node(clone)
+    replaced(clone, operand(clone))
 
 
 def clone_another_input(graph: fx.Graph) -> None:
@@ -206,16 +200,12 @@ def given_up(graph: fx.Graph) -> list[fx.Node]:
 
 def give_up_for_another(graph: fx.Graph) -> None:
     first, second = given_up(graph)[:2]
-    first.args, second.args = (
-        (first.args[0], second.args[1], []),
-        (second.args[0], first.args[1], []),
-    )
+    weights = first.args[1], second.args[1]
+    first.args, second.args = (first.args[0], weights[1], []), (second.args[0], weights[0], [])
 
 
 def give_up_twice(graph: fx.Graph) -> None:
-    node = given_up(graph)[0]
-    with graph.inserting_after(node):
-        graph.node_copy(node)
+    copied(given_up(graph)[0])
 
 
 def give_up_something_else(graph: fx.Graph) -> None:
@@ -225,24 +215,21 @@ def give_up_something_else(graph: fx.Graph) -> None:
 
 
 def return_the_same_memory_twice(graph: fx.Graph) -> None:
-    output = graph.output_node()
-    results = list(output.args[0])  # type: ignore[arg-type]
+    results = results_of(graph)
     results[results.index(None)] = given_up(graph)[0].args[0]
-    output.args = (tuple(results),)
+    graph.output_node().args = (tuple(results),)
 
 
 def swap_gradients(graph: fx.Graph) -> None:
-    output = graph.output_node()
-    results = list(output.args[0])  # type: ignore[arg-type]
+    results = results_of(graph)
     first, second = (results.index(node.args[0]) for node in given_up(graph)[:2])
     results[first], results[second] = results[second], results[first]
-    output.args = (tuple(results),)
+    graph.output_node().args = (tuple(results),)
 
 
 def keep_on_the_device(graph: fx.Graph) -> None:
     node = next(n for n in graph.nodes if "put" in str(n.target) and "fxremat" in str(n.target))
-    node.replace_all_uses_with(node.args[0])
-    graph.erase_node(node)
+    replaced(node, node.args[0])
 
 
 @dataclass(frozen=True)
@@ -293,7 +280,7 @@ def test_sabotage_is_refused_by_name(case: Case, monkeypatch: pytest.MonkeyPatch
         prepare_wrongly(draft, case.of, case.spoil, fused=case.fused, accumulate=case.accumulate)
 
 
-# --- by hand -------------------------------------------------------------------------------
+# --- by hand ------------------------------------------------------------------------------
 
 
 def check(before: fx.Graph, after: fx.Graph, rights: Rights) -> None:

@@ -29,6 +29,7 @@ from fxremat.verify.taken_variants import check_variants
 from tests.compat_graphs import inductor_by
 from tests.graphs import capture, with_seeds
 
+DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 LOSSY = frozenset(rule.name for rule in RULES if rule.lossy)
 
 
@@ -37,6 +38,11 @@ def small_values(elements: int = 1) -> Iterator[None]:
     """Inside, also small values are offered in other forms."""
     with mock.patch.object(saved_values, "LEAST_ELEMENTS", elements):
         yield
+
+
+def leaf(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A random input that wants a gradient."""
+    return torch.randn(*shape).to(dtype).requires_grad_()
 
 
 def joint_of(function: Callable[..., Any], inputs: Sequence[Any], fused: bool = True) -> JointGraph:

@@ -13,7 +13,7 @@ CLOSE_ENOUGH = 2 * MEASURABLE
 known to no more than `MEASURABLE`. Where candidates take so much more than the least that was
 planned, variants are chosen anew. A plan that used the rest could keep two more percent of the
 bytes; looking for it takes at least one dry run more. Sizes this near fit alike: a few blocks tell
-the size of the whole to as much (tests/test_fit_blocks.py)."""
+the size of the whole to as much (tests/test_fit.py)."""
 NEAR_PEAK = 0.75
 """Of the aim: where a plan takes as much, its order is held. Elsewhere Inductor's own order may
 take a third more than planned, and costs no time."""

@@ -76,7 +76,7 @@ def test_every_rule_is_tried() -> None:
     assert found == {rule.name for rule in RULES}
 
 
-# --- what is tried -------------------------------------------------------------------------------
+# --- what is tried ------------------------------------------------------------------------
 
 
 def one_site(name: str, rule: str) -> tuple[Traced, Site]:
@@ -106,7 +106,7 @@ def test_rows_are_left_out(name: str) -> None:
     assert any(call.args[0] > 0 for call in run.call_args_list)
 
 
-# --- what is refused -----------------------------------------------------------------------------
+# --- what is refused ----------------------------------------------------------------------
 
 
 def broken(site: Site, change: Change) -> Site:

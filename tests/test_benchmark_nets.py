@@ -1,0 +1,450 @@
+"""The models and settings of the benchmarks, and what is said of each."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks import arena, offload, published
+from benchmarks import variants_convergence as convergence
+from benchmarks.architectures import __main__ as matrix
+from benchmarks.architectures.cases import checkpoint_blocks, repeated_blocks
+from benchmarks.architectures.measuring import measured as measured_row
+from benchmarks.architectures.models import ARCHITECTURES
+from benchmarks.architectures.rows import Row as MatrixRow
+from benchmarks.architectures.rows import page
+from benchmarks.by_hand import EIGHT, Interval, figures_of, summary, ways
+from benchmarks.constants import Constant, all_constants, measure, sweep
+from benchmarks.models import (
+    MATMULS_AND_ATTENTION,
+    MODELS,
+    build,
+    find_config,
+    uses_random_ops,
+    with_checkpoint,
+)
+from benchmarks.nets.language import Llama
+from benchmarks.nets.layers import Network
+from benchmarks.published import GB, SETTINGS, Figure, Setting, measured, planned
+from benchmarks.rows import Row
+from benchmarks.training import Peak
+from benchmarks.variants import parse_arguments
+from fxremat.passes.variants.table import RULES
+from fxremat.planner import constants
+from tests.chains import chain
+
+pytestmark = pytest.mark.usefixtures("fresh")
+
+
+# --- models -------------------------------------------------------------------------------
+
+
+NAMES = sorted(set(MODELS) - {"gpt16", "gpt6", "gpt48", "gpt50k", "llama32"})
+LARGE = ("resnet50", "vgg16")
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a training step of a model gives."""
+
+    loss: Tensor
+    gradients: list[Tensor | None]
+
+
+def step(model: nn.Module, arguments: tuple[Tensor, ...]) -> Step:
+    """One step; random numbers are the same in each."""
+    torch.manual_seed(1)
+    loss = model(*arguments)
+    loss.backward()
+    return Step(loss.detach(), [parameter.grad for parameter in model.parameters()])
+
+
+def few(name: str) -> tuple[Network, tuple[Tensor, ...]]:
+    """A model, and of its batch as much as a test needs of the large ones."""
+    model, arguments = build(name)
+    return model, tuple(x[:1] for x in arguments) if name in LARGE else arguments
+
+
+def shallow(name: str) -> tuple[Network, tuple[Tensor, ...]]:
+    """A model with two layers at most, where further ones are the same again, and its batch."""
+    config = find_config(name)
+    layers = config.arguments.get("layers")
+    fewer = {} if layers is None else {"layers": min(layers, 2)}
+    model = config.network(**{**config.arguments, **fewer}).train()
+    return model, model.sample(config.batch, torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_dynamo_captures_one_graph(name: str) -> None:
+    """Captured with its checkpoints, and not run: what a step computes is tested elsewhere."""
+    graphs = []
+
+    def keep(gm: fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., tuple[Tensor]]:
+        graphs.append(gm)
+        return lambda *_: (torch.zeros(()),)
+
+    torch._dynamo.reset()
+    model, arguments = shallow(name)
+    torch.compile(with_checkpoint(model), backend=keep, fullgraph=True)(*arguments)
+    assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_parameter_gets_the_gradient_that_it_has_with_checkpoints(name: str) -> None:
+    model, arguments = few(name)
+    plain = step(model, arguments)
+    assert plain.loss.shape == ()
+    assert all(gradient is not None and gradient.isfinite().all() for gradient in plain.gradients)
+    model.zero_grad(set_to_none=True)
+    found = step(with_checkpoint(model), arguments)
+    torch.testing.assert_close(found.gradients, plain.gradients)
+
+
+def test_only_models_with_dropout_draw_random_numbers() -> None:
+    assert [name for name in NAMES if uses_random_ops(build(name)[0])] == [
+        "bert",
+        "bert6",
+        "dropout",
+    ]
+
+
+# --- architectures ------------------------------------------------------------------------
+
+
+class Nested(nn.Module):
+    """A list of blocks, each with a list inside, and one layer apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Sequential(nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 4)))
+            for _ in range(3)
+        )
+        self.head = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+
+def test_repeated_blocks_are_the_outermost_ones() -> None:
+    model = Nested()
+    assert repeated_blocks(model) == [*model.blocks]
+    assert checkpoint_blocks([model, nn.Linear(2, 2)]) == 3
+
+
+def row(status: str, **found: Any) -> MatrixRow:
+    return MatrixRow({"name": "one", "status": status, **found})
+
+
+def test_what_breaks_a_promise_is_bad() -> None:
+    way = {"peaks": [90, 100], "first_seconds": 1.0, "step_seconds": 1.0}
+    assert not row("ok").is_bad
+    assert row("over").is_bad
+    assert row("failed").is_bad
+    assert row("inactive").is_bad
+    assert not row("inactive", warned=["no effect"]).is_bad
+    assert row("refused", budget=100, checkpointed=way).is_bad
+    assert not row("refused", budget=99, checkpointed=way).is_bad
+    assert not row("refused", budget=99).is_bad
+
+
+def test_a_file_is_continued_and_a_page_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = []
+
+    def measure(name: str, minutes: float) -> MatrixRow:
+        asked.append(name)
+        return MatrixRow(
+            {"name": name, "status": "ok" if name == "gnn" else "over", "error": "much"}
+        )
+
+    monkeypatch.setattr(matrix, "measure", measure)
+    found = tmp_path / "rows.json"
+    assert matrix.main(["gnn", "--json", str(found)]) == 0
+    assert matrix.main(["gnn", "gan", "--json", str(found)]) == 1
+    assert asked == ["gnn", "gan"]
+    assert "1 ok, 1 over" in capsys.readouterr().out
+    data = json.loads(found.read_text(encoding="utf-8"))
+    text = page(data["machine"], list(map(MatrixRow, data["rows"])), 45)
+    assert "| gan | over |" in text
+    assert "2 of 45 architectures are measured" in text
+    assert "* **gnn**: much" in text
+
+
+def test_there_are_45_of_them_and_names_are_checked() -> None:
+    assert len(ARCHITECTURES) >= 45
+    with pytest.raises(SystemExit):
+        matrix.main(["nonsense"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gnn", "pinn", "unet3d", "fno"])
+def test_architectures_in_plain_torch_keep_their_budget(name: str) -> None:
+    """At 60 % of plain compile's peak, and at the least that is named; gradients are compared."""
+    found = measured_row(name)
+    assert found.status == "ok", (found.error, found.warned)
+    assert found.at_least is not None
+
+
+# --- published ----------------------------------------------------------------------------
+
+
+def tiny(length: int) -> Llama:
+    """As wide as a head, and with as many words as make the loss large."""
+    return Llama(
+        layers=1, width=64, heads=4, kv_heads=2, hidden=128, length=length, vocabulary=2000,
+        head_width=32, normed=True, tied=True, any_length=True,
+    )  # fmt: skip
+
+
+def setting(gigabytes: float) -> Setting:
+    """One sequence, small enough for a CPU."""
+    figure = Figure(published.CHECKPOINTS, gigabytes, 1000.0)
+    return Setting("nobody", tiny, 1, 256, "adamw-8bit", (figure,))
+
+
+@pytest.mark.slow
+def test_a_setting_is_trained_within_its_bytes() -> None:
+    """What is refused is told the least, and the least is enough."""
+    refused = measured("tiny", setting(0.0015), setting(0.0015).figures[0], "fxremat", "cpu", 1)
+    assert refused.peak is None
+    assert not refused.is_broken
+    least = re.fullmatch(r"refused, least (\d\.\d+) GB", refused.error or "")
+    assert least is not None
+    given = setting(float(least[1]) + 0.0001)  # it is rounded
+    ours = measured("tiny", given, given.figures[0], "fxremat", "cpu", 1)
+    assert ours.peak is not None, ours.error
+    assert ours.budget_bytes is not None
+    assert ours.peak.peak_bytes <= ours.budget_bytes
+    assert not ours.is_broken
+    assert ours.per_second > 0
+    assert ours.cells()[-1] == ""
+
+
+def test_more_than_its_budget_is_told() -> None:
+    figure = Figure(published.CHECKPOINTS, 1.0)
+    over = published.Measured("tiny", "fxremat", figure, GB, Peak(0, GB // 2, GB + 1), 1.0, 1.0)
+    assert over.is_broken
+    assert over.cells()[-1] == "over its budget"
+    failed = published.Measured("tiny", "fxremat", figure, GB, error="RuntimeError: no")
+    assert failed.is_broken
+    by_hand = published.Measured("tiny", "checkpoints", figure, None, Peak(0, 2 * GB, 2 * GB))
+    assert not by_hand.is_broken
+
+
+@pytest.mark.slow
+def test_tokens_in_published_bytes() -> None:
+    pytest.importorskip("triton")
+    row = planned("tiny", setting(0.2), setting(0.2).figures[0], "H100")
+    assert row.fits["fxremat"] >= row.fits["torch.compile"] > 0
+    assert row.per_second > 0
+    assert len(row.cells()) == len(published.PLANNED)
+
+
+@pytest.mark.parametrize(("name", "billions"), [("qwen3-8b-16k", 8.19), ("qwen3-4b-32k", 4.02)])
+def test_models_have_their_published_sizes(name: str, billions: float) -> None:
+    import torch
+
+    with torch.device("meta"):
+        model = SETTINGS[name].network(16)
+    assert sum(p.numel() for p in model.parameters()) / GB == pytest.approx(billions, abs=0.005)
+
+
+# --- arena --------------------------------------------------------------------------------
+
+
+def test_little_is_unused_in_recorded_steps() -> None:
+    """The verifier has passed each layout."""
+    rows = [arena.measured(name, run) for name, run in arena.recorded_runs()]
+    assert len(rows) == 13
+    unused = [row.unused for row in rows]
+    assert min(unused) >= 0
+    assert statistics.median(unused) <= 0.015
+    assert max(unused) <= 0.03
+    assert all(row.arena_bytes + row.pool_bytes < row.best_fit_bytes for row in rows)
+
+
+# --- constants ----------------------------------------------------------------------------
+
+
+def test_every_constant_is_found() -> None:
+    names = [str(one) for one in all_constants()]
+    assert {"TRIES", "HALVES[2]"} <= {*names}
+    assert "HALVES[0]" not in names, "nothing is half of 0"
+    assert len(set(names)) == len(names)
+
+
+def test_a_constant_is_itself_again_afterwards() -> None:
+    before = constants.HALVES
+    with Constant("HALVES", 2).scaled(2.0):
+        assert constants.HALVES == (0.0, 0.5, 2.0)
+    assert before == constants.HALVES
+    few = Constant("FEW_OPS")
+    with pytest.raises(ZeroDivisionError), few.scaled(0.01):
+        raise ZeroDivisionError(few.value())
+    assert few.value() == constants.FEW_OPS > 1
+
+
+def test_what_a_constant_does_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without any eviction path and without any round, plans take longer."""
+    problem = chain([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8], [3.0, 1.0] * 6)
+    rows = list(sweep("local", [problem], [60], "TRIES"))
+    assert [row.constant for row in rows] == ["local, as it is", "TRIES", "TRIES"]
+    assert [row.value for row in rows[1:]] == [20, 80]
+    added, least, _ = measure("local", [problem], [60])
+    assert (added, least) == (rows[0].added_points, rows[0].least_percent)
+    monkeypatch.setattr("fxremat.planner.local.level_sweep.descend", lambda *arguments: None)
+    monkeypatch.setattr("fxremat.planner.local.level_sweep.offer_segments", lambda *arguments: None)
+    worse = measure("local", [problem], [60])
+    assert (worse[1], worse[0]) > (least, added)
+
+
+# --- offload ------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_plans_of_a_model_of_two_layers(tmp_path: Path) -> None:
+    out = tmp_path / "plans.json"
+    given = ["plans", "--models", "gpt2-medium", "--layers", "2", "--devices", "T4"]
+    assert offload.main([*given, "--out", str(out)]) == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert {row["strategy"] for row in rows} == {"keep", "recompute", "offload", "both"}
+    assert all(row["status"] in ("ok", "over", "infeasible") for row in rows)
+    cases: dict[tuple[object, ...], dict[str, float]] = {}
+    for row in rows:
+        if row["status"] == "ok":
+            case = (row["link"], row["budget"])
+            cases.setdefault(case, {})[row["strategy"]] = row["time_us"]
+    assert cases
+    for times in cases.values():
+        assert times["both"] <= min(times.values()) * (1 + 1e-9)
+
+
+# --- variants -----------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_two_steps_in_lossy_forms(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    names = {"exact", "saved_bf16", "scaled_norm_from_output"}
+    chosen = [one for one in convergence.variants() if one.name in names]
+    assert {one.name for one in chosen} == names
+    monkeypatch.setattr(convergence, "variants", lambda: chosen)
+    out = tmp_path / "curves.json"
+    given = ["convergence", "--steps", "2", "--out", str(out)]
+    assert convergence.run(parse_arguments(given)) == 0
+    runs = json.loads(out.read_text())["runs"]
+    trained = [one for one in runs if one["losses"]]
+    assert all(len(one["losses"]) == 2 for one in trained)
+    assert [one["variant"] for one in runs if not one["losses"]] == ["scaled_norm_from_output"]
+    exact = {one["model"]: one for one in runs if one["variant"] == "exact"}
+    for one in trained:
+        base = exact[one["model"]]
+        assert one["losses"][0] == pytest.approx(base["losses"][0], abs=1e-5)
+        assert one is base or (one["sites"] and one["saved_bytes"] < base["saved_bytes"])
+    drawn = out.with_suffix(".svg").read_text()
+    assert drawn.count("<polyline") == 2 * len(trained)
+
+
+def test_every_lossy_row_is_trained() -> None:
+    trained = {one.rule.name for one in convergence.variants() if one.rule is not None}
+    assert trained == {rule.name for rule in RULES if rule.lossy}
+
+
+# --- by hand ------------------------------------------------------------------------------
+
+
+def _row(name: str, kind: str, peak: int, ratios: list[float], budget: int | None = None) -> Row:
+    return Row(name, kind, budget_bytes=budget, peak_bytes=peak, time_ratios=ratios)
+
+
+def test_ours_is_compared_with_the_way_whose_bytes_it_has() -> None:
+    ours = _row("fxremat@knob", "fxremat", 99, [1.1, 1.2, 1.3], budget=100)
+    ours.report = {"time_overhead": 0.1, "predicted_peak_bytes": 100}
+    rows = [
+        _row("compile", "compile", 200, [1.0, 1.0, 1.0]),
+        _row("knob0", "knob", 100, [1.2, 1.5, 1.3]),
+        _row("knob0.5", "knob", 150, [1.0, 1.0, 1.0]),
+        ours,
+    ]
+    found = {one.way: one for one in figures_of("gpt6", rows)}
+    assert list(found) == ["compile", "knob0", "fxremat@knob"]
+    one = found["fxremat@knob"]
+    assert (one.rival, one.bytes, one.obeyed) == ("knob0", 99, True)
+    assert one.against is not None
+    assert one.against.median == pytest.approx(1.1 / 1.2)
+    assert one.points == pytest.approx(10.0)
+    assert "slower than by hand: 0 of 1" in summary(list(found.values()))
+
+
+def test_ours_is_slower_where_the_whole_interval_is_above_one() -> None:
+    rows = [
+        _row("compile", "compile", 200, [1.0] * 9),
+        _row("checkpoint", "checkpoint", 100, [1.0] * 9),
+        _row("fxremat@checkpoint", "fxremat", 100, [1.1] * 9, budget=100),
+    ]
+    assert "1 of 1 gpt6 fxremat@checkpoint 1.100-1.100" in summary(figures_of("gpt6", rows))
+
+
+def test_an_interval_holds_the_true_median_as_often_as_it_says() -> None:
+    """Of 9 values the second and the eighth, which hold it with 96 %; of 5 no two hold it."""
+    assert Interval.of([float(k) for k in range(9)]) == Interval(4.0, 1.0, 7.0)
+    assert Interval.of([1.0, 2.0, 3.0, 4.0, 5.0]) == Interval(3.0, 1.0, 5.0)
+    assert Interval.of([]) is None
+    draw = random.Random(0)
+    found = (Interval.of([draw.expovariate(1.0) for _ in range(15)]) for _ in range(2000))
+    held = [one.low <= 0.6931 <= one.high for one in found if one is not None]
+    assert 0.95 <= sum(held) / len(held) <= 0.98
+
+
+def test_every_way_that_is_matched_is_measured_before_fxremat_has_its_bytes() -> None:
+    names = [one.name for one in ways([], bare=False)]
+    assert names[:3] == ["checkpoint", "selective", "knob0"]
+    assert names[-4:] == [
+        f"fxremat@{kind}" for kind in ("compile", "knob", "checkpoint", "selective")
+    ]
+    assert "plain@knob" in [one.name for one in ways([], bare=True)]
+
+
+def test_gradients_of_the_knob_can_be_compared() -> None:
+    """They are wrong with dropout (`tests/test_torch_knob.py`)."""
+    assert len(EIGHT.split(",")) == 8
+    assert not any(uses_random_ops(build(name)[0]) for name in EIGHT.split(","))
+
+
+class _Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts how often matrices are multiplied."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.matmuls = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.matmuls += func in MATMULS_AND_ATTENTION
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_selective_checkpoint_multiplies_no_matrices_again() -> None:
+    matmuls, gradients = [], []
+    for selective in (None, False, True):
+        model, arguments = build("gpt")
+        model = model if selective is None else with_checkpoint(model, selective=selective)
+        loss = model(*arguments)
+        with _Counted() as counted:
+            loss.backward()
+        matmuls.append(counted.matmuls)
+        gradients.append([p.grad for p in model.parameters()])
+    assert matmuls[0] == matmuls[2] < matmuls[1]
+    for plain, *others in zip(*gradients, strict=True):
+        for other in others:
+            torch.testing.assert_close(plain, other)
