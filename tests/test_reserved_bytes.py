@@ -215,6 +215,7 @@ def test_errors_of_other_backwards_stay_as_they_are(fractions: list[float]) -> N
         twice(x).sum().backward()
 
 
+@pytest.mark.usefixtures("fresh")
 def test_a_graph_runs_under_a_cap_if_that_is_asked_for(
     fractions: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
