@@ -95,7 +95,7 @@ def page(machine: dict[str, Any], rows: Sequence[Row], of_all: int) -> str:
         "*checkpointed* has each repeated block under `torch.utils.checkpoint`. *Gradients* is the",
         "largest relative difference from plain compile's. *First step* and *step* are seconds",
         "relative to plain compile's: until steps are steady, and after that; the machine was",
-        "not quiet, so that these two are rough.",
+        "not quiet, so that these two are rough, and left out where it was busy.",
         "",
         f"**{summary(rows)}.** {len(rows)} of {of_all} architectures are measured, at {commits}.",
         "",

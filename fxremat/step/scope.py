@@ -200,6 +200,8 @@ class BudgetScope:
                 kept += [number] if one.keeps else []
                 held += [number] if one.holds else []
                 weights[graph, one.place] = one.weights
+            elif (graph, one.place) not in runs:
+                return None  # it was recorded from its middle on
             order.append((runs[graph, one.place], one.phase))
         numbers = {old: new for new, old in enumerate(dict.fromkeys(run for run, _ in order))}
         known = {number: run for run, number in runs.items()}
