@@ -10,7 +10,6 @@ import copy
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from types import MethodType
 from typing import Any
 
 import torch
@@ -374,13 +373,16 @@ class Net(nn.Module):
 
     def __init__(self, function: Function, **parts: Any) -> None:
         super().__init__()
-        # Its own code: what Dynamo knows of one function, as sizes that changed, is not of others.
-        self.forward = MethodType(function, self)
+        self.function = function
         for name, part in parts.items():
             if isinstance(part, torch.Tensor) and not isinstance(part, nn.Parameter):
                 self.register_buffer(name, part)
             else:
                 setattr(self, name, part)
+
+    def forward(self, *inputs: Any) -> Any:
+        """Whatever the function says."""
+        return self.function(self, *inputs)
 
 
 def on_cuda(joint: JointGraph) -> JointGraph:
