@@ -278,6 +278,7 @@ def pictures() -> Net:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("fresh")  # others compile nets of the same class for other sizes
 def test_far_fewer_bytes_and_the_same_step() -> None:
     """Below what whole convolutions need, and no more than was predicted."""
     torch.manual_seed(0)
