@@ -394,6 +394,18 @@ def test_graphs_of_one_step_keep_the_budget_together(
         assert measured == predicted
 
 
+def test_a_plan_stays_where_gradients_of_before_leave_it_too_few_bytes() -> None:
+    """It is said once, and no later step is ended by an error."""
+    case = in_turn(2)
+    least = case.budget(None)
+    case.compile()
+    case.gradients()  # they live on under the first step within the budget
+    case.compile(least)
+    for _ in range(2):
+        case.run(case.functions, case.given)
+    assert case.peak_bytes() <= least
+
+
 @pytest.mark.filterwarnings("ignore::fxremat.PromiseBroken")
 @pytest.mark.filterwarnings("ignore::fxremat.BudgetExceeded")
 def test_gradients_that_live_on_are_planned_for_by_all_graphs() -> None:
