@@ -53,7 +53,7 @@ def written_inputs(gm: fx.GraphModule) -> tuple[int, ...]:
         for n in gm.graph.nodes
         if "batch_norm" in str(n.target) or "instance_norm" in str(n.target)
     ]
-    statistics = {each for norm in norms for each in norm.all_input_nodes}
+    statistics = {x for norm in norms for x in norm.all_input_nodes if x not in norm.args[:1]}
     return tuple(
         k
         for k, n in enumerate(placeholders)
