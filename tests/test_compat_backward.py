@@ -24,6 +24,7 @@ from fxremat.compat.backward import (
     running_backward,
     saved_before,
     watch_backwards,
+    when_backward_returns,
 )
 from fxremat.compat.compilers import compile_with_aot_eager
 from fxremat.compat.configuration import PARTITIONER, functorch_config, inductor_config
@@ -47,6 +48,28 @@ from tests.graphs import Capture, Net, batch, compiled, everything_again
 from tests.small import Convolutions, seeded
 
 # --- backward -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_is_called_when_the_outermost_backward_returns(fails: bool) -> None:
+    seen = list[str]()
+    watch_backwards()
+    inner: Any = torch.ones((), requires_grad=True) * 2
+
+    def hook(gradient: torch.Tensor) -> None:
+        when_backward_returns(lambda: seen.append(str(running_backward())))
+        inner.backward()
+        seen.append("inside")
+        if fails:
+            raise ValueError("a hook of the user's")
+
+    loss: Any = torch.ones((), requires_grad=True) * 3
+    loss.register_hook(hook)
+    with pytest.raises(ValueError, match="user's") if fails else nullcontext():
+        loss.backward()
+    assert seen == ["inside", "None"]
+    when_backward_returns(lambda: seen.append("at once"))
+    assert seen[-1] == "at once"
 
 
 class Product(torch.autograd.Function):

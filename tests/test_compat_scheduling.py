@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import threading
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 from unittest import mock
@@ -35,6 +37,7 @@ from fxremat.compat.inductor.scheduling import (
     scheduled,
 )
 from fxremat.compat.measuring import (
+    HostRecording,
     profiler_memory_events,
     profiler_runs,
     random_state_kept,
@@ -306,6 +309,72 @@ def test_profiler_memory_events() -> None:
     events = profiler_memory_events(prof)
     assert [(size, device) for _, size, device in events] == [(4000, "CPU"), (-4000, "CPU")]
     assert events[0][0] <= events[1][0]
+
+
+def _most_of(call: Callable[[], object]) -> int | None:
+    recording = HostRecording()
+    call()
+    return recording.stop()
+
+
+def _allocates(kib: int) -> torch.Tensor:
+    return torch.empty(kib, 1024, dtype=torch.uint8)
+
+
+def test_a_recording_sees_every_block_however_short() -> None:
+    """And what a library call of torch's frees before it returns."""
+    kept = [_allocates(512)]
+
+    def step() -> None:
+        _allocates(64)
+        kept.append(_allocates(32))
+        kept[:1] = []  # of before: its size is known only if that was recorded
+        _allocates(16)
+
+    assert _most_of(step) == 64 * 1024
+
+    def next_step() -> None:
+        kept[:] = []  # of the step before: 32 KiB less
+        kept.append(_allocates(40))
+
+    assert _most_of(next_step) == (40 - 32) * 1024
+
+
+def test_a_recording_gives_way_to_a_profiler() -> None:
+    recording = HostRecording()
+    with torch.profiler.profile() as prof:
+        _allocates(1).fill_(1)
+        with pytest.raises(RuntimeError, match="a profiler or a backward runs"):
+            HostRecording()
+    assert [each.key for each in prof.key_averages() if each.key == "aten::fill_"]
+    assert recording.stop() is None
+    assert _most_of(lambda: _allocates(3)) == 3 * 1024
+
+
+def test_a_recording_ends_when_the_backward_returns() -> None:
+    """Which gives each of its nodes the profiler that ran when it began."""
+    said, weight = list[object](), torch.ones(3, requires_grad=True)
+
+    def hook(_: torch.Tensor) -> None:
+        said.extend((recording.stop(), HostRecording.is_possible()))
+
+    loss: Any = weight.square().sum()
+    loss.register_hook(hook)
+    recording = HostRecording()
+    loss.backward()
+    assert said == [None, False]
+    assert HostRecording.is_possible()
+    assert _most_of(lambda: _allocates(9)) == 9 * 1024
+
+
+def test_another_thread_does_not_end_a_recording() -> None:
+    recording, said = HostRecording(), list[int | None]()
+    other = threading.Thread(target=lambda: said.append(recording.stop()))
+    other.start()
+    other.join()
+    _allocates(7)
+    assert said == [None]
+    assert recording.stop() == 7 * 1024
 
 
 def test_random_state_kept() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -77,12 +76,6 @@ class Case:
         return fxremat.measure_peak(self.step, held=self.held).peak_bytes
 
 
-needs_glibc = pytest.mark.skipif(
-    watched_steps.allocated_on_host() is None, reason="the C library does not say what it has"
-)
-
-
-@needs_glibc
 def test_a_loss_outside_is_planned_for_once_it_was_seen() -> None:
     """It is said once; from then on the budget is kept, and in the next run from the first step."""
     case, budget = Case(loss_outside=True), 56 * MIB
@@ -111,18 +104,18 @@ def test_states_of_optimizers_are_part_of_what_a_step_was_seen_to_take(
     assert [n - resident[0] for n in resident] == [0, states, states]
 
 
-@needs_glibc
 def test_what_runs_outside_is_named_with_the_reserve_that_is_enough() -> None:
-    """Where no plan leaves so much: within 3 % of what is measured, and with that reserve, and as
-    much more, the budget is kept, and nothing said."""
+    """Where no plan leaves so much. With that reserve, and as much more, the budget is kept, and
+    nothing said."""
     case, budget = Case(loss_outside=True), 48 * MIB
     case.compile(memory_budget=budget)
-    said = case.said(10)
+    said = case.said(14)
     measured = case.peak_bytes()
     assert measured > budget
     assert [one.again for one in said] == [True, True, False]
     assert said[0].budget_bytes == budget
-    assert said[0].taken_bytes == pytest.approx(measured, rel=0.03)
+    unseen = [case.target, *case.head.parameters()]  # which no graph is given
+    assert said[0].taken_bytes + sum(one.nbytes for one in unseen) == measured
     assert "fxremat.prepare" in str(said[2])
     said = said[2:]
     reserve = str(said[0]).rsplit("reserve='", 1)[1].split("'")[0]
@@ -132,7 +125,6 @@ def test_what_runs_outside_is_named_with_the_reserve_that_is_enough() -> None:
     assert case.peak_bytes() <= enough
 
 
-@needs_glibc
 def test_tensors_that_a_hook_keeps_are_named() -> None:
     """While the step runs, that is; what is kept between steps is no part of them."""
     case, kept = Case(loss_outside=False), list[torch.Tensor]()
@@ -158,45 +150,36 @@ def test_tensors_that_a_hook_keeps_are_named() -> None:
     assert found.taken_bytes - plain >= 4 * MIB
 
 
-@needs_glibc
 @pytest.mark.parametrize("part", ["all of it", "a part"])
 def test_a_step_under_the_profiler_is_not_looked_at(part: str) -> None:
-    """The profiler has hundreds of times the bytes of what these small operators compute."""
+    """Nor is the profiler, which begins in its middle, disturbed."""
     watch = StepWatch(CPU, 2 * MIB, False, lambda: 0)
 
-    def compute() -> None:
-        x = torch.ones(4)
-        for _ in range(2000):
-            x = x + 1
-
     def step() -> BudgetExceeded | None:
-        watch.begin(0)
-        with torch.profiler.profile(profile_memory=True):
-            compute()
-            found = watch.end("graph 0", 0, 0) if part == "all of it" else None
-        return watch.end("graph 0", 0, 0) or found
+        if part == "a part":
+            watch.begin(0)
+        with torch.profiler.profile(profile_memory=True) as prof:
+            if part == "all of it":
+                watch.begin(0)
+            torch.ones(4 * MIB)
+        assert any(each.key == "aten::ones" for each in prof.key_averages())
+        return watch.end("graph 0", 0, 0)
 
     watch.begin(0)
-    compute()
     assert watch.end("graph 0", 0, 0) is None  # nobody knows what was compiled before
-    watched = watch.looked_at
     for _ in range(WATCHED_STEPS):
         assert step() is None
-    assert watch.looked_at == watched
+    assert watch.looked_at == 0
     assert not watch.is_over
 
 
-def test_only_steps_in_which_nothing_is_compiled_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    count, in_use = [0], [0]
-    monkeypatch.setattr(watched_steps, "allocated_on_host", lambda: lambda: in_use[0])
+def test_only_steps_in_which_nothing_is_compiled_count() -> None:
+    count = [0]
     watch = StepWatch(CPU, 100 * MIB, False, lambda: count[0])
 
     def step(nbytes: int) -> BudgetExceeded | None:
-        in_use[0] = 0
         watch.begin(60 * MIB)
-        in_use[0] = nbytes
-        time.sleep(0.02)
-        in_use[0] = 0
+        torch.empty(nbytes, dtype=torch.uint8)
         return watch.end("graph 0", 10 * MIB, 5 * MIB)
 
     assert step(90 * MIB) is None  # nobody knows what was compiled before
@@ -204,7 +187,7 @@ def test_only_steps_in_which_nothing_is_compiled_count(monkeypatch: pytest.Monke
     assert step(90 * MIB) is None
     count[0] += 1
     assert step(90 * MIB) is None
-    assert step(30 * MIB) is None
+    assert step(90 * MIB) is None  # what it freed of before is not known
     assert not watch.is_over
     found = step(90 * MIB)
     assert found is not None
@@ -214,17 +197,25 @@ def test_only_steps_in_which_nothing_is_compiled_count(monkeypatch: pytest.Monke
     assert watch.is_over
 
 
-def test_a_step_without_a_backward_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watched_steps, "allocated_on_host", lambda: lambda: 0)
+def test_what_a_step_frees_of_the_step_before_is_not_counted_twice() -> None:
+    """As the gradients are where a loop drops them between its forward and its backward."""
+    watch, kept = StepWatch(CPU, 100 * MIB, False, lambda: 0), list[torch.Tensor]()
+    watch.begin(0)
+    for _ in range(3):
+        watch.begin(60 * MIB)
+        kept[:] = []
+        kept.append(torch.empty(40 * MIB, dtype=torch.uint8))
+        assert watch.end("graph 0", 10 * MIB, 5 * MIB) is None
+    assert watch.is_over
+
+
+def test_a_step_without_a_backward_is_forgotten() -> None:
     watch = StepWatch(CPU, 100, False, lambda: 0)
     assert watch.end("graph 0", 0, 0) is None
     for _ in range(watched_steps.MOST_STEPS + 1):
         watch.begin(0)
     assert watch.is_over
-    monkeypatch.setattr(watched_steps, "allocated_on_host", lambda: None)
-    silent = StepWatch(CPU, 100, False, lambda: 0)
-    silent.begin(0)
-    assert silent.end("graph 0", 0, 0) is None
+    watch.abandon()
 
 
 @pytest.mark.parametrize("reserved", [True, False])

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial, wraps
-from threading import Lock
+from threading import Lock, local
 from typing import Any
 
 import torch
@@ -89,7 +89,8 @@ def watch_backwards() -> None:
         with _STARTING:
             _STARTED.append(started)
         try:
-            return original(t_outputs, *args, **kwargs)
+            with _RETURNING.outermost():
+                return original(t_outputs, *args, **kwargs)
         except Exception as error:
             for tell in _ON_FAILURE:
                 tell(error)
@@ -100,6 +101,40 @@ def watch_backwards() -> None:
     watched.watches = True  # type: ignore[attr-defined]
     compiler: Any = torch.compiler
     autograd._engine_run_backward = compiler.disable(watched, recursive=False)
+
+
+class _Returning(local):
+    """How many backwards of a thread run inside each other; what to call after the outermost."""
+
+    depth = 0
+
+    def __init__(self) -> None:
+        self.calls: list[Callable[[], object]] = []
+
+    @contextmanager
+    def outermost(self) -> Iterator[None]:
+        self.depth += 1
+        try:
+            yield
+        finally:
+            self.depth -= 1
+            while self.calls and not self.depth:
+                self.calls.pop(0)()
+
+
+_RETURNING = _Returning()
+
+
+def when_backward_returns(call: Callable[[], object]) -> None:
+    """Have ``call()`` called when the backwards that run in this thread have returned, or failed.
+
+    At once where none runs, or none that is watched.
+    """
+    watch_backwards()
+    if _RETURNING.depth:
+        _RETURNING.calls.append(call)
+    else:
+        call()
 
 
 _ON_FAILURE: list[Callable[[Exception], object]] = []

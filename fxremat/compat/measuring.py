@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
+from itertools import accumulate
 from typing import Any
 
 import torch
-from torch.autograd import profiler
+from torch.autograd import profiler, profiler_legacy
 from torch.profiler import profile
+
+from fxremat.compat.backward import running_backward, watch_backwards, when_backward_returns
 
 
 @contextmanager
@@ -79,3 +84,89 @@ def profiler_memory_events(prof: profile) -> list[tuple[int, int, str]]:
         for event in results.events()
         if event.name() == "[memory]"
     ]
+
+
+_ON_THREAD = threading.local()
+"""``recording`` is the `HostRecording` that records in this thread, if one does."""
+
+
+class HostRecording:
+    """What torch's allocator gives and takes of host memory in this thread, until it is stopped.
+
+    torch's older profiler tells every block. It knows the size of one that is freed if a recording
+    saw it allocated; another one counts as if it were not freed. A profiler that the user starts
+    meanwhile ends the recording, for a thread has but one. Inside of a backward none can end, for
+    that gives each node the profiler which ran when it began: there it ends when that returns.
+    """
+
+    @staticmethod
+    def is_possible() -> bool:
+        """Whether one can begin: no profiler runs, and no backward."""
+        return not profiler_runs() and _recording() is None and running_backward() is None
+
+    def __init__(self) -> None:
+        if not self.is_possible():
+            raise RuntimeError("a profiler or a backward runs in this thread; let it end before")
+        watch_backwards()
+        _give_way_to_profilers()
+        legacy: Any = profiler_legacy
+        autograd: Any = torch.autograd
+        autograd._enable_profiler_legacy(legacy.profile(profile_memory=True).config())
+        autograd._enable_record_function(False)  # of memory alone; a step has many operators
+        _ON_THREAD.recording = self
+
+    def stop(self) -> int | None:
+        """The most bytes that were allocated at once above those at the start.
+
+        None if a profiler ended it, where another thread began it, or inside of a backward.
+        """
+        by_thread = self.end()
+        if by_thread is None:
+            return None
+        changes: list[int] = [
+            event.cpu_memory_usage()
+            for events in by_thread
+            for event in events
+            if event.kind() == "memory_alloc"
+        ]
+        return max(accumulate(changes, initial=0))
+
+    def end(self) -> Any:
+        """What each thread did; None where `stop` gives None."""
+        if _recording() is not self:
+            return None
+        if running_backward() is not None:
+            when_backward_returns(self.end)
+            return None
+        _ON_THREAD.recording = None
+        autograd: Any = torch.autograd
+        autograd._enable_record_function(True)
+        return autograd._disable_profiler_legacy()
+
+
+def _recording() -> HostRecording | None:
+    """That of this thread."""
+    return getattr(_ON_THREAD, "recording", None)
+
+
+def _give_way_to_profilers() -> None:
+    """From now on a profiler that starts ends the recording of its thread."""
+    starts: Any = [
+        (profiler, "_run_on_profiler_start"),
+        (profiler_legacy, "_enable_profiler_legacy"),
+    ]
+    for module, name in starts:
+        start = getattr(module, name)
+        if not hasattr(start, "gives_way"):
+            setattr(module, name, _after_recording(start))
+
+
+def _after_recording(start: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(start)
+    def started(*args: Any) -> Any:
+        if recording := _recording():
+            recording.end()
+        return start(*args)
+
+    started.gives_way = True  # type: ignore[attr-defined]
+    return started

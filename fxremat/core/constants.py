@@ -147,8 +147,7 @@ products more.
 MEASURABLE = 0.01
 """Of a time, a peak or a value: a smaller difference counts as none.
 
-The step times of docs/benchmarks.md differ by more than that from run to run. Of a budget on the
-CPU as much (at least 1 MiB) may be exceeded: Python and the C library allocate beside tensors.
+The step times of docs/benchmarks.md differ by more than that from run to run.
 """
 
 OUT_OF_REACH = 1.1

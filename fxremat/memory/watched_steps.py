@@ -1,31 +1,24 @@
 """The first steps, measured: what nobody compiled, and no plan has seen, may break a promise.
 
 Eager parts between compiled ones, a loss outside, hooks that keep tensors: they take memory that is
-in no graph. A step begins with a forward where none waits, and ends with the backward after which
-none waits. What it took at most is compared with the budget. On CUDA the allocator knows that. On
-the CPU the C library knows what is allocated now, so a thread asks it again and again; steps in
-which something was compiled, or torch's profiler ran, say nothing there, for these allocate too.
-Once some steps have been looked at, nothing is measured any more.
+in no graph. A step begins with a forward where none waits, and ends when the backward returns after
+which none waits. What it took at most is compared with the budget. On CUDA the allocator knows
+that. On the CPU every block is recorded that torch allocates. A block of before, freed in the step,
+is not known there unless a step before was recorded, so the first that is says nothing. Neither do
+steps in which something was compiled, or torch's profiler ran. Once some steps have been looked at,
+nothing is measured any more.
 """
 
 from __future__ import annotations
 
-import ctypes
-import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import cache
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
-from fxremat.compat.measuring import profiler_runs
-from fxremat.core.constants import CORE_TURN_S, MEASURABLE
+from fxremat.compat.measuring import HostRecording
 from fxremat.errors import BudgetExceeded
-from fxremat.sizes import MIB
 
-LOOK_EVERY_S = CORE_TURN_S / 10
-"""Between two looks at what the C library has allocated, each of which takes some microseconds."""
 WATCHED_STEPS = 2
 """Steps that are measured. Optimizers of torch make their states in the first step, so the second
 is like all that follow."""
@@ -48,7 +41,7 @@ class StepWatch:
     steps: int = 0
     looked_at: int = 0
     promised: int = 0
-    _meter: _OnCuda | _OnHost | None = None
+    _meter: _OnCuda | HostRecording | None = None
     _resident: int = 0
     _compiled: int = -1
     """When the last step began."""
@@ -64,11 +57,13 @@ class StepWatch:
         self.promised = 0
         before, self._compiled = self._compiled, self.compiled()
         on_cuda = self.device.type == "cuda"
-        if before != self._compiled and not on_cuda:
-            self.steps += 1
-            return
-        self._meter = _meter(self.device, self.reserved)
         self._resident = torch.cuda.memory_allocated(self.device) if on_cuda else resident_bytes
+        if on_cuda:
+            self._meter = _OnCuda(self.device, self.reserved)
+        elif before == self._compiled and HostRecording.is_possible():
+            self._meter = HostRecording()
+        else:
+            self.steps += 1
 
     def end(self, graph: str, saved_bytes: int, counted_bytes: int) -> BudgetExceeded | None:
         """The step ends; the warning to give.
@@ -79,14 +74,15 @@ class StepWatch:
         meter, self._meter = self._meter, None
         if meter is None:
             return None
-        taken, allowed = meter.end(self._resident), self.budget_bytes
+        above, on_cuda = meter.stop(), isinstance(meter, _OnCuda)
         self.steps += 1
-        if self.device.type != "cuda":
-            if taken is None or self._compiled != self.compiled():
-                return None
-            allowed += max(MIB, int(MEASURABLE * allowed))
+        if not on_cuda and (above is None or self._compiled != self.compiled()):
+            return None
         self.looked_at += 1
-        if taken is None or taken <= allowed:
+        if above is None or (not on_cuda and self.looked_at < WATCHED_STEPS):
+            return None
+        taken = above if on_cuda else self._resident + above
+        if taken <= self.budget_bytes:
             return None
         self.looked_at = WATCHED_STEPS  # once is enough
         outside = counted_bytes + max(0, taken - self._resident - saved_bytes)
@@ -101,12 +97,12 @@ class StepWatch:
         meter, self._meter = self._meter, None
         if meter is not None:
             self.steps += 1
-            meter.end(0)
+            meter.stop()
 
 
 @dataclass
 class _OnCuda:
-    """The most that the allocator had, if this step had more than all before."""
+    """The most that the allocator had, if this step had more than all before: all of it."""
 
     device: torch.device
     reserved: bool
@@ -119,73 +115,7 @@ class _OnCuda:
         most = torch.cuda.max_memory_reserved if self.reserved else torch.cuda.max_memory_allocated
         return int(most(self.device))
 
-    def end(self, resident_bytes: int) -> int | None:
+    def stop(self) -> int | None:
+        """That many bytes; None if an earlier step had as many."""
         most = self._most()
         return most if most > self.before else None
-
-
-@dataclass
-class _OnHost:
-    """What the C library has allocated, asked for by a thread while the step runs.
-
-    Nothing is said of a step in which torch's profiler was seen to run.
-    """
-
-    in_use: Callable[[], int]
-    before: int = 0
-    most: int = 0
-    profiled: bool = False
-    _done: threading.Event = field(default_factory=threading.Event)
-
-    def __post_init__(self) -> None:
-        self._note()
-        self.before = self.most
-        self._thread = threading.Thread(target=self._look, daemon=True)
-        self._thread.start()
-
-    def _look(self) -> None:
-        while not self._done.wait(LOOK_EVERY_S):
-            self._note()
-
-    def _note(self) -> None:
-        self.most = max(self.most, self.in_use())
-        self.profiled = self.profiled or profiler_runs()
-
-    def end(self, resident_bytes: int) -> int | None:
-        self._done.set()
-        self._thread.join()
-        self._note()
-        return None if self.profiled else resident_bytes + self.most - self.before
-
-
-def _meter(device: torch.device, reserved: bool) -> _OnCuda | _OnHost | None:
-    if device.type == "cuda":
-        return _OnCuda(device, reserved)
-    in_use = allocated_on_host() if device.type == "cpu" else None
-    return None if in_use is None else _OnHost(in_use)
-
-
-class _MallInfo(ctypes.Structure):
-    """What glibc says of its memory: see mallinfo2(3)."""
-
-    _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks",
-                     "uordblks", "fordblks", "keepcost")
-    ]  # fmt: skip
-
-
-@cache
-def allocated_on_host() -> Callable[[], int] | None:
-    """Tells the bytes that the C library has allocated now; None where it does not say."""
-    try:
-        ask: Any = ctypes.CDLL(None).mallinfo2
-    except (OSError, AttributeError):
-        return None
-    ask.restype = _MallInfo
-
-    def in_use() -> int:
-        found = ask()
-        return int(found.uordblks) + int(found.hblkhd)
-
-    return in_use

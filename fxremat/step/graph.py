@@ -440,6 +440,8 @@ class WaitingRun:
     """The results themselves."""
     weights: Mapping[int, int] = field(default_factory=dict)
     """Bytes by address of the leaves among what it was given that need a gradient."""
+    returned_bytes: int = 0
+    """Of the results, unless they are given or saved, and of the gradients that these will have."""
 
     def saved(self) -> Storages:
         """The storages that it holds."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import warnings
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -157,11 +157,7 @@ class _WatchedRuns:
             made = results if isinstance(results, (list, tuple)) else (results,)
             run = WaitingRun(weakref.ref(node), promise, self.runs, self.graph, self.frame, place)
             if scope.records:
-                given, gives = (frozenset(storages_of(x, promise.device)) for x in (args, made))
-                held = tuple(weakref.ref(x) for x in made if isinstance(x, torch.Tensor))
-                leaves = [x for x in args if isinstance(x, torch.Tensor) and x.is_leaf]
-                weights = storages_of([x for x in leaves if x.requires_grad], promise.device)
-                run = replace(run, given=given, results=gives, made=held, weights=weights)
+                run = _with_storages(run, args, made)
             own = (*args, *made)
             self.look(run, own)
         return results
@@ -211,3 +207,21 @@ class _WatchedRuns:
             broken.planned_for, self.scope.warned.anew = count, True
         log.warning("%s", broken)
         warnings.warn(broken, stacklevel=4)
+
+
+def _with_storages(run: WaitingRun, args: Sequence[object], made: Sequence[object]) -> WaitingRun:
+    """The run with what it was given, and what it made of that."""
+    device = run.promise.device
+    given, gives = (storages_of(each, device) for each in (args, made))
+    leaves = [x for x in args if isinstance(x, torch.Tensor) and x.is_leaf and x.requires_grad]
+    results = [x for x in made if isinstance(x, torch.Tensor)]
+    others = {*given, *run.saved()}
+    return replace(
+        run,
+        given=frozenset(given),
+        results=frozenset(gives),
+        made=tuple(map(weakref.ref, results)),
+        weights=storages_of(leaves, device),
+        returned_bytes=sum(size for key, size in gives.items() if key not in others)
+        + sum(one.nbytes for one in results if one.requires_grad),
+    )

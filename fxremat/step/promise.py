@@ -45,6 +45,16 @@ class Promise:
     left_bytes: int | None = None
     counts_reserved: bool = False
 
+    def beside(self, held_bytes: int, own_bytes: int) -> int:
+        """Bytes on the device beside its ``own_bytes``; other graphs have ``held_bytes`` of them.
+
+        CUDA's allocator knows all of them: those allocated, for what it has reserved for the graph
+        itself is there from the first step on.
+        """
+        if self.device.type == "cuda":
+            return torch.cuda.memory_allocated(self.device) - own_bytes
+        return held_bytes + self.reserve_bytes
+
 
 def promise_of(
     report: Report,

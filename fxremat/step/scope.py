@@ -19,7 +19,12 @@ import torch
 from torch.utils import _pytree as pytree
 
 from fxremat.compat.absent.tracing import apart_from_tracing
-from fxremat.compat.backward import hooks_on_what_is_saved, running_backward, when_freed
+from fxremat.compat.backward import (
+    hooks_on_what_is_saved,
+    running_backward,
+    when_backward_returns,
+    when_freed,
+)
 from fxremat.compat.dynamo import compilations
 from fxremat.compat.ranks import is_a_rank
 from fxremat.core.constants import MUCH_UNUSED
@@ -100,7 +105,8 @@ class BudgetScope:
     collected: int = 0
     """Compilations after which garbage was collected."""
     saved_bytes: int = 0
-    """Of all forwards that wait, by their plans; the most since a step began."""
+    """Of all forwards that wait, by their plans, and of what the last of them returned, with its
+    gradients; the most since a step began."""
 
     # -- where a graph is compiled ---------------------------------------------------------
 
@@ -344,8 +350,13 @@ class BudgetScope:
         watch.look_again()
 
     def end(self, promise: Promise) -> None:
-        """A backward has ended; if no forward waits, a step has, and may have taken too much."""
-        if self.is_under_way or self.watch is None:
+        """A backward has ended; if no forward waits, the step does when that backward returns."""
+        if not self.is_under_way:
+            when_backward_returns(partial(self._ended, promise))
+
+    def _ended(self, promise: Promise) -> None:
+        """A step has ended, and may have taken too much."""
+        if self.watch is None:
             return
         exceeded = self.watch.end(promise.graph, self.saved_bytes, promise.unseen_bytes)
         if exceeded is not None:
@@ -394,7 +405,7 @@ class BudgetScope:
             self.order.append(forward)
         weakref.finalize(node, self._leaves, key, run)
         when_freed(node, partial(self._leaves, key, run))
-        self.saved_bytes = max(self.saved_bytes, self._planned()[1])
+        self.saved_bytes = max(self.saved_bytes, self._planned()[1] + run.returned_bytes)
         if self.watch is not None:
             self.watch.promised = max(self.watch.promised, run.runs.step_peak_bytes)
         if len(waiting) == 1:
@@ -462,7 +473,7 @@ class BudgetScope:
         for other in list(self.waiting.values()):
             others |= {} if other is run else other.saved()
         held = sum(size for key, size in others.items() if key not in {**known, **counted})
-        beside = _beside(promise, held, sum(known.values()))
+        beside = promise.beside(held, sum(known.values()))
         expected = promise.peak_bytes + max(beside, promise.held_bytes)
         if expected > promise.budget_bytes and number > self.warned.runs:
             self.warned.runs = number
@@ -473,16 +484,6 @@ class BudgetScope:
 
 def _alive(tensors: Iterable[Callable[[], Any]]) -> list[torch.Tensor]:
     return [one for one in pytree.tree_leaves([each() for each in tensors]) if one is not None]
-
-
-def _beside(promise: Promise, held: int, own: int) -> int:
-    """Bytes on the device beside those of the graph; CUDA's allocator knows all of them.
-
-    Those allocated: what it has reserved for the graph itself is there from the first step on.
-    """
-    if promise.device.type == "cuda":
-        return torch.cuda.memory_allocated(promise.device) - own
-    return held + promise.reserve_bytes
 
 
 _SCOPES: dict[tuple[torch.device, int | None], BudgetScope] = {}
