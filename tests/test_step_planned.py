@@ -17,9 +17,10 @@ from torch.utils.checkpoint import checkpoint
 
 import fxremat
 from fxremat.sizes import MIB
+from fxremat.step import graph as step_graph
 from fxremat.step import scope
 from fxremat.step.graph import Graph
-from fxremat.step.versions import Part
+from fxremat.step.versions import Part, part_on_all_ranks
 from tests.ranks import least_named
 from tests.small import Block, Language
 
@@ -439,6 +440,30 @@ def test_the_least_that_is_named_is_that_of_all_graphs_however_little_was_asked_
     least = case.refused("128KiB")
     assert least is not None
     assert case.kept(least) > least * 9 // 10
+
+
+@pytest.mark.filterwarnings("ignore::fxremat.PromiseBroken")
+def test_the_least_is_what_code_takes_where_all_that_is_offered_takes_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As where Inductor chooses a layout in which a library call needs no workspace."""
+    case = two_breaks()
+    least = case.refused("128KiB")
+    assert least is not None
+
+    def dearer(*given: Any) -> Part:
+        part = part_on_all_ranks(*given)
+        taken = (
+            replace(one.version, backward_bytes=one.version.backward_bytes + least)
+            for one in part.offers
+        )
+        pairs = zip(part.offers, taken, strict=True)
+        return replace(part, offers=tuple(replace(one, version=v, exact=True) for one, v in pairs))
+
+    monkeypatch.setattr(step_graph, "part_on_all_ranks", dearer)
+    named = case.refused("128KiB")
+    assert named is not None
+    assert named <= 1.1 * least
 
 
 def test_what_is_explained_of_a_model_with_graph_breaks_is_measured() -> None:

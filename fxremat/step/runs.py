@@ -49,7 +49,7 @@ from fxremat.step.promise import (
     RunVersions,
     promise_of,
 )
-from fxremat.step.versions import Offer, Part, version_in, with_compiled
+from fxremat.step.versions import Offer, Part, version_in, version_refused, with_compiled
 
 log = logging.getLogger(__name__)
 
@@ -297,11 +297,15 @@ class GraphInStep:
 
     def _least_of_all(self, refused: InfeasibleBudget) -> int:
         """The least budget for this graph and those that wait while it runs."""
-        scope, inputs = self.where.scope, self.graph.inputs
+        scope, waiting = self.where.scope, self.where.scope.waiting.values()
         self.part()
-        scope.given.see_eager(inputs, self.around, scope.waiting.values(), self.where.device)
-        described = scope.describe_with(self)
-        return self._least(described).budget_bytes if described else refused.minimum_bytes or 0
+        scope.given.see_eager(self.graph.inputs, self.around, waiting, self.where.device)
+        if (described := scope.describe_with(self)) is None:
+            return refused.minimum_bytes or 0
+        described.offer_compiled()
+        more = version_refused(self.graph.plan, self.request, refused)
+        described.offer(own := described.part_of[-1], (*described.parts[own].offers, *more))
+        return self._least(described).budget_bytes
 
     def part(self) -> Part:
         """What it offers as a part of a step. Raises `NoBackward`."""
@@ -440,7 +444,6 @@ class GraphInStep:
         self.taken.saved_bytes = sum(offers[k].version.saved_bytes for k in mine)
         kept, of_run = tuple(offers[k] for k in made), tuple(list(made).index(k) for k in mine)
         described.parts[self.role.index] = replace(described.parts[self.role.index], offers=kept)
-        versions = tuple(made.values())
         peak, counted = found.nbytes, "reserved" if found.is_reserved else "allocated"
         log.info("%s", summary_of(kept, of_run, peak, self.request.budget.for_step, counted))
         late = self.where.context.late if self.role.described is None else 0
@@ -448,8 +451,8 @@ class GraphInStep:
         self.placing.described = described
         part, alone = described.parts[self.role.index], self.role.described is None
         parts = tuple(replace(part, offers=(kept[k],)) for k in at_place if alone)
-        self.taken.own_peak_bytes = peak - self.request.budget.held
-        return RunVersions(versions, at_place, self.taken.own_peak_bytes, peak - late, parts)
+        own = self.taken.own_peak_bytes = peak - self.request.budget.held
+        return RunVersions(tuple(made.values()), at_place, own, peak - late, parts)
 
     def _compiled(self, offers: list[Offer], place: int, own: Interface) -> PromisedVersion:
         """A version, compiled; what it really takes is offered from now on.
@@ -473,8 +476,7 @@ class GraphInStep:
     ) -> PromisedVersion:
         """A version with what was promised of it.
 
-        Of several runs, each of them with its ``own`` inputs, the parameters count as part of what
-        lies around.
+        Of several runs, each with ``own`` inputs, parameters count as part of what lies around.
         """
         report, unseen, around = version.report, self.unseen_bytes, self.where.context.others
         assert report is not None

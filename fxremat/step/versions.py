@@ -29,7 +29,7 @@ from fxremat.core.plan import Plan
 from fxremat.core.schedule import store_all
 from fxremat.core.step import Interface, Version
 from fxremat.core.timeline import replay
-from fxremat.errors import InfeasibleBudget
+from fxremat.errors import InfeasibleBudget, forget_frames
 from fxremat.passes.memory_estimation import TANGENTS
 from fxremat.report.report import Report
 from fxremat.version import build
@@ -141,6 +141,21 @@ def with_compiled(part: Part, compiled: Mapping[Request, Any], request: Request)
         if one.report and one.report.as_part and asked.inputs == request.inputs
     )
     return replace(part, compiled=tuple(alike))
+
+
+def version_refused(
+    plan: Callable[[Request], Report], request: Request, refused: InfeasibleBudget
+) -> tuple[Offer, ...]:
+    """The version that was refused, as it is where the graph gets what it needs.
+
+    Its code may take less than any version that is offered: these are as they were planned.
+    """
+    asked = request.with_budget(limit=refused.minimum_bytes, optimizer_step=0)
+    try:
+        return (Offer.of_compiled(asked, plan(asked)),)
+    except InfeasibleBudget as other:
+        forget_frames(other)
+        return ()
 
 
 def part_on_all_ranks(draft: Draft, request: Request, count: int) -> Part:
