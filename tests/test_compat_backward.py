@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.nets.language import GPT
 from fxremat.compat.backward import (
+    given_before,
     leaves_of_one_edge,
     leaves_of_one_node,
     leaves_of_this_node,
@@ -25,6 +26,7 @@ from fxremat.compat.backward import (
     saved_before,
     watch_backwards,
     when_backward_returns,
+    when_backward_starts,
 )
 from fxremat.compat.compilers import compile_with_aot_eager
 from fxremat.compat.configuration import PARTITIONER, functorch_config, inductor_config
@@ -48,6 +50,22 @@ from tests.graphs import Capture, Net, batch, compiled, everything_again
 from tests.small import Convolutions, seeded
 
 # --- backward -----------------------------------------------------------------------------
+
+
+def test_what_eager_code_has_read_is_known_where_a_backward_starts() -> None:
+    """Weights and data as the program has them, and nothing that was made on the way."""
+    head, target = nn.Linear(3, 5), torch.randint(5, (4,))
+    made = torch.ones(4, 3, requires_grad=True) * 2
+    seen = list[torch.Tensor]()
+    when_backward_starts(lambda outputs: seen.extend(given_before(outputs)))
+    loss = F.cross_entropy(head(made), target)
+    assert not seen
+    loss.backward()
+    assert {id(x) for x in (head.weight, head.bias, target)} <= {id(x) for x in seen}
+    assert all(x.grad_fn is None for x in seen)
+    seen.clear()
+    head(torch.ones(4, 3)).sum().backward()
+    assert not seen  # it is called once
 
 
 @pytest.mark.parametrize("fails", [False, True])

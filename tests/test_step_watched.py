@@ -93,7 +93,7 @@ def test_states_of_optimizers_are_part_of_what_a_step_was_seen_to_take(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     case, resident = Case(loss_outside=False), list[int]()
-    monkeypatch.setattr(StepWatch, "begin", lambda self, nbytes: resident.append(nbytes))
+    monkeypatch.setattr(StepWatch, "begin", lambda self, nbytes, _: resident.append(nbytes))
     optimizer = torch.optim.AdamW(case.model.parameters(), lr=1e-6)
     case.compile(memory_budget=64 * MIB)
     for _ in range(3):
@@ -114,8 +114,7 @@ def test_what_runs_outside_is_named_with_the_reserve_that_is_enough() -> None:
     assert measured > budget
     assert [one.again for one in said] == [True, True, False]
     assert said[0].budget_bytes == budget
-    unseen = [case.target, *case.head.parameters()]  # which no graph is given
-    assert said[0].taken_bytes + sum(one.nbytes for one in unseen) == measured
+    assert said[0].taken_bytes == measured  # with the head and the target, which no graph is given
     assert "fxremat.prepare" in str(said[2])
     said = said[2:]
     reserve = str(said[0]).rsplit("reserve='", 1)[1].split("'")[0]

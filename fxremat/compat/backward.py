@@ -89,7 +89,7 @@ def watch_backwards() -> None:
         with _STARTING:
             _STARTED.append(started)
         try:
-            with _RETURNING.outermost():
+            with _RUNNING.inside(started.outputs):
                 return original(t_outputs, *args, **kwargs)
         except Exception as error:
             for tell in _ON_FAILURE:
@@ -103,26 +103,39 @@ def watch_backwards() -> None:
     autograd._engine_run_backward = compiler.disable(watched, recursive=False)
 
 
-class _Returning(local):
-    """How many backwards of a thread run inside each other; what to call after the outermost."""
+class _Running(local):
+    """How many backwards of a thread run inside each other; what to call before and after all."""
 
     depth = 0
 
     def __init__(self) -> None:
-        self.calls: list[Callable[[], object]] = []
+        self.before: list[Callable[[Sequence[Any]], object]] = []
+        self.after: list[Callable[[], object]] = []
 
     @contextmanager
-    def outermost(self) -> Iterator[None]:
+    def inside(self, outputs: Sequence[Any]) -> Iterator[None]:
+        while self.before and not self.depth:
+            self.before.pop(0)(outputs)
         self.depth += 1
         try:
             yield
         finally:
             self.depth -= 1
-            while self.calls and not self.depth:
-                self.calls.pop(0)()
+            while self.after and not self.depth:
+                self.after.pop(0)()
 
 
-_RETURNING = _Returning()
+_RUNNING = _Running()
+
+
+def when_backward_starts(call: Callable[[Sequence[Any]], object]) -> None:
+    """Have ``call(outputs)`` called, once, when the next backward of this thread starts at these.
+
+    Nothing of the graph of autograd has run then, or was let go of.
+    """
+    watch_backwards()
+    if call not in _RUNNING.before:
+        _RUNNING.before.append(call)
 
 
 def when_backward_returns(call: Callable[[], object]) -> None:
@@ -131,8 +144,8 @@ def when_backward_returns(call: Callable[[], object]) -> None:
     At once where none runs, or none that is watched.
     """
     watch_backwards()
-    if _RETURNING.depth:
-        _RETURNING.calls.append(call)
+    if _RUNNING.depth:
+        _RUNNING.after.append(call)
     else:
         call()
 
@@ -346,6 +359,17 @@ def saved_before(tensors: Iterable[object]) -> list[torch.Tensor]:
                 with suppress(RuntimeError):  # the node is done, and has let go of it
                     found += _without_hooks(getattr(node, name))
     return found
+
+
+def given_before(tensors: Iterable[object]) -> list[torch.Tensor]:
+    """The tensors that code has read which made these: weights, and data that a node has saved.
+
+    Each is the object that the program has, as long as it has it.
+    """
+    tensors = list(tensors)
+    nodes = [x.grad_fn for x in tensors if isinstance(x, torch.Tensor) and x.grad_fn is not None]
+    weights = [node.variable for node in _reachable(nodes) if _is_leaf(node)]
+    return [*weights, *(one for one in saved_before(tensors) if one.is_leaf)]
 
 
 def _without_hooks(saved: Any) -> list[torch.Tensor]:

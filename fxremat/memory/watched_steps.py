@@ -43,6 +43,7 @@ class StepWatch:
     promised: int = 0
     _meter: _OnCuda | HostRecording | None = None
     _resident: int = 0
+    _unplanned: int = 0
     _compiled: int = -1
     """When the last step began."""
 
@@ -51,12 +52,16 @@ class StepWatch:
         """Whether no further step is looked at."""
         return self.looked_at >= WATCHED_STEPS or self.steps >= MOST_STEPS
 
-    def begin(self, resident_bytes: int) -> None:
-        """A step begins; ``resident_bytes`` are those of the model and of what it is given."""
+    def begin(self, resident_bytes: int, unplanned_bytes: int = 0) -> None:
+        """A step begins; ``resident_bytes`` are those of the model and of what it is given.
+
+        Besides, ``unplanned_bytes`` are there of which no plan knows; on CUDA the allocator does.
+        """
         self.abandon()
         self.promised = 0
         before, self._compiled = self._compiled, self.compiled()
         on_cuda = self.device.type == "cuda"
+        self._unplanned = 0 if on_cuda else unplanned_bytes
         self._resident = torch.cuda.memory_allocated(self.device) if on_cuda else resident_bytes
         if on_cuda:
             self._meter = _OnCuda(self.device, self.reserved)
@@ -81,7 +86,7 @@ class StepWatch:
         self.looked_at += 1
         if above is None or (not on_cuda and self.looked_at < WATCHED_STEPS):
             return None
-        taken = above if on_cuda else self._resident + above
+        taken = above if on_cuda else self._resident + self._unplanned + above
         if taken <= self.budget_bytes:
             return None
         self.looked_at = WATCHED_STEPS  # once is enough

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from fxremat.compat.backward import saved_before, when_freed
+from fxremat.compat.backward import given_before, saved_before, when_freed
 from fxremat.errors import InfeasibleBudget
 from fxremat.memory.storages import Storages, storages_of, with_gradients
 from fxremat.step.graph import Tensors, WaitingRun
@@ -65,7 +65,8 @@ class Given:
     those ``expected`` have not been given to any graph. Where modules that are alike were taken to
     run in turn, for all at once were ``refused``, that is raised if several wait. Frames of which
     several runs have waited are ``together``. What ``eager`` code before a graph saves for its
-    backward lies beside all of them.
+    backward lies beside all of them. What is ``read_behind`` them, as by a loss, is in no plan if
+    no graph is given it.
     """
 
     parameters: References = field(default_factory=dict)
@@ -74,6 +75,7 @@ class Given:
     expected: References = field(default_factory=dict)
     checkpointed: Checkpointed = field(default_factory=Checkpointed)
     eager: Beside = field(default_factory=Beside)
+    read_behind: References = field(default_factory=dict)
     refused: InfeasibleBudget | None = None
     together: set[int] = field(default_factory=set)
 
@@ -113,6 +115,12 @@ class Given:
         held = sum(size for key, size in saved.items() if key not in known)
         self.eager.seen = max(self.eager.seen, held)
 
+    def see_behind(self, outputs: Iterable[object]) -> None:
+        """A backward starts at these outputs: see what they were made of."""
+        for one in given_before(outputs):
+            known = self.read_behind
+            known[id(one)] = weakref.ref(one, partial(_forget, known, id(one)))
+
     def weights(self) -> list[torch.Tensor]:
         """All parameters that live."""
         return _alive(self.parameters.values())
@@ -120,6 +128,10 @@ class Given:
     def batches(self) -> list[torch.Tensor]:
         """All else that lives of what graphs were given."""
         return _alive(self.batch.values())
+
+    def behind(self) -> list[torch.Tensor]:
+        """All that lives of what code behind the graphs has read."""
+        return _alive(self.read_behind.values())
 
     def resident(self, device: torch.device) -> Storages:
         """The parameters, and the gradients that they have."""

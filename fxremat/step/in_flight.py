@@ -23,6 +23,7 @@ from fxremat.compat.backward import (
     node_of_forward,
     node_of_results,
     when_backward_ends,
+    when_backward_starts,
 )
 from fxremat.compat.tensors import is_fake
 from fxremat.core.layout import NOWHERE, StepLayout
@@ -148,6 +149,7 @@ class _WatchedRuns:
         if placed is not None:
             set_places_of_backward(whole, placed.backward)
         if whole is not None and scope.watch is not None and not scope.watch.is_over:
+            when_backward_starts(scope.given.see_behind)
             when_backward_ends(whole, partial(scope.end, promise))
         node = node_of_forward(results, before)
         if node is None and whole is not None:

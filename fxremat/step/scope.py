@@ -274,16 +274,17 @@ class BudgetScope:
             device, budget = promise.device, promise.budget_bytes
             self.watch = StepWatch(device, budget, promise.counts_reserved, self._compilations)
         if not self.is_under_way and not self.watch.is_over:
-            around, self.saved_bytes = [each() for each in promise.around], 0
-            around = pytree.tree_leaves(around)
-            known = [*self.given.weights(), *self.given.batches()]
-            resident = with_gradients([*args, *around, *known], promise.device)
-            arena = self.own.arena
+            around = pytree.tree_leaves([each() for each in promise.around])
+            known = [*args, *around, *self.given.weights(), *self.given.batches()]
+            resident, arena = with_gradients(known, promise.device), self.own.arena
+            more = with_gradients(self.given.behind(), promise.device)
+            unplanned = sum(size for key, size in more.items() if key not in resident)
             if arena is not None:
                 resident = {k: n for k, n in resident.items() if not arena.holds(k)}
                 resident[arena.address] = arena.nbytes
-            states = optimizer_memory(None, self.given.weights(), promise.device)
-            self.watch.begin(sum(resident.values()) + states.states - states.missing)
+            weights, self.saved_bytes = [*self.given.weights(), *self.given.behind()], 0
+            states = optimizer_memory(None, weights, promise.device)
+            self.watch.begin(sum(resident.values()) + states.states - states.missing, unplanned)
 
     def _compilations(self) -> int:
         """How many there were, by Dynamo and by graphs that were planned again."""
