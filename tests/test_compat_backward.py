@@ -58,7 +58,7 @@ def test_what_eager_code_has_read_is_known_where_a_backward_starts() -> None:
     made = torch.ones(4, 3, requires_grad=True) * 2
     seen = list[torch.Tensor]()
     when_backward_starts(lambda outputs: seen.extend(given_before(outputs)))
-    loss = F.cross_entropy(head(made), target)
+    loss: Any = F.cross_entropy(head(made), target)
     assert not seen
     loss.backward()
     assert {id(x) for x in (head.weight, head.bias, target)} <= {id(x) for x in seen}
