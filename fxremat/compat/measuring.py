@@ -96,8 +96,11 @@ class HostRecording:
     torch's older profiler tells every block. It knows the size of one that is freed if a recording
     saw it allocated; another one counts as if it were not freed. A profiler that the user starts
     meanwhile ends the recording, for a thread has but one. Inside of a backward none can end, for
-    that gives each node the profiler which ran when it began: there it ends when that returns.
+    that gives each node the profiler which ran when it began: there it ends when that returns. One
+    that another thread stops ends when its own thread asks for one again.
     """
+
+    is_left = False
 
     @staticmethod
     def is_possible() -> bool:
@@ -133,7 +136,8 @@ class HostRecording:
 
     def end(self) -> Any:
         """What each thread did; None where `stop` gives None."""
-        if _recording() is not self:
+        if getattr(_ON_THREAD, "recording", None) is not self:
+            self.is_left = True
             return None
         if running_backward() is not None:
             when_backward_returns(self.end)
@@ -146,7 +150,11 @@ class HostRecording:
 
 def _recording() -> HostRecording | None:
     """That of this thread."""
-    return getattr(_ON_THREAD, "recording", None)
+    recording: HostRecording | None = getattr(_ON_THREAD, "recording", None)
+    if recording is not None and recording.is_left and running_backward() is None:
+        recording.end()
+        return None
+    return recording
 
 
 def _give_way_to_profilers() -> None:

@@ -105,8 +105,7 @@ class BudgetScope:
     collected: int = 0
     """Compilations after which garbage was collected."""
     saved_bytes: int = 0
-    """Of all forwards that wait, by their plans, and of what the last of them returned, with its
-    gradients; the most since a step began."""
+    """By plans, of all that wait and of what the last returned, with gradients; the most so far."""
 
     # -- where a graph is compiled ---------------------------------------------------------
 
@@ -352,13 +351,12 @@ class BudgetScope:
 
     def end(self, promise: Promise) -> None:
         """A backward has ended; if no forward waits, the step does when that backward returns."""
-        if not self.is_under_way:
+        if not self.is_under_way and self.watch is not None:
             when_backward_returns(partial(self._ended, promise))
 
     def _ended(self, promise: Promise) -> None:
         """A step has ended, and may have taken too much."""
-        if self.watch is None:
-            return
+        assert self.watch is not None
         exceeded = self.watch.end(promise.graph, self.saved_bytes, promise.unseen_bytes)
         if exceeded is not None:
             exceeded.again = self._set_aside(exceeded)
@@ -427,6 +425,8 @@ class BudgetScope:
         """A run goes backward, or its graph is gone."""
         if self.waiting.get(key) is run:
             del self.waiting[key]
+            if running_backward() is None and not self.waiting and self.watch is not None:
+                self.watch.abandon()  # its graph is gone: no backward comes
             if self._is_recorded(run):
                 self._note_held(run)
                 self.order.append(Recorded(weakref.ref(run.graph), run.place, "backward"))
