@@ -65,7 +65,7 @@ class InfeasibleBudget(FxrematError):
     ``contributors`` are the largest things live at that peak: what and where (module and source
     line), and bytes; largest first. ``fragmentation_bytes`` of the smallest peak are reserved by
     torch's allocator without being used. ``returned`` is an output that takes much of the peak with
-    its gradient: what it is, and the bytes of both.
+    its gradient: what it is, and the bytes of both. A graph that ``only_runs`` takes no gradients.
     """
 
     budget_bytes: int
@@ -73,11 +73,16 @@ class InfeasibleBudget(FxrematError):
     contributors: tuple[tuple[str, int], ...] = ()
     fragmentation_bytes: int = 0
     returned: tuple[str, int] | None = None
+    only_runs: bool = False
 
     def __str__(self) -> str:
         return "\n".join([self._what(), *self._largest(), self._advice(), *self._output_advice()])
 
     def _what(self) -> str:
+        if self.only_runs and self.minimum_bytes is not None:
+            budget, takes = _exact(self.budget_bytes), _exact(self.minimum_bytes)
+            graph = "this graph, which takes no gradients,"
+            return f"{graph} cannot run within {budget}; it takes {takes}"
         budget = f"this graph cannot be trained within {_exact(self.budget_bytes)}"
         if self.minimum_bytes is None:
             return f"{budget}; the least number of bytes is not known"

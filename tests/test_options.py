@@ -196,6 +196,7 @@ ENVIRONMENT = {
     "FXREMAT_DISABLE_PASSES": "sums, inplace",
     "FXREMAT_OP_TIMES": "measured",
     "FXREMAT_VERIFY": "0",
+    "FXREMAT_INFERENCE": "1",
     "FXREMAT_ARENA": "0",
     "FXREMAT_REPORT": "there",
 }
@@ -203,7 +204,7 @@ ENVIRONMENT = {
 
 def test_every_variable_is_read() -> None:
     given = (
-        2**32, 2**30, "adamw", "allocated", True, False, 4, 60.0, "aot_eager", "greedy", 1.5, True,
+        2**32, 2**30, "adamw", "allocated", True, True, False, 4, 60.0, "aot_eager", "greedy", 1.5, True,
         3 * 2**30, 25 * 10**9, 50 * 10**9, (), True,
     )  # fmt: skip
     read = Options(*given, ("kernels::norm",), ("sums", "inplace"), "measured", False, "there")
