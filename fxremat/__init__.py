@@ -68,6 +68,7 @@ __all__ = [
     "VerificationFailed",
     "__version__",
     "accumulate_in_backward",
+    "check_batches",
     "device",
     "explain",
     "fit",
@@ -84,6 +85,7 @@ __all__ = [
 
 _LAZY = {
     "accumulate_in_backward": "fxremat.training.accumulate",
+    "check_batches": "fxremat.whatif.batches",
     "explain": "fxremat.whatif.explanation",
     "fit": "fxremat.whatif.fit",
     "list_options": "fxremat.options",

@@ -204,8 +204,8 @@ ENVIRONMENT = {
 
 def test_every_variable_is_read() -> None:
     given = (
-        2**32, 2**30, "adamw", "allocated", True, True, False, 4, 60.0, "aot_eager", "greedy", 1.5, True,
-        3 * 2**30, 25 * 10**9, 50 * 10**9, (), True,
+        2**32, 2**30, "adamw", "allocated", True, True, False, 4, 60.0, "aot_eager", "greedy", 1.5,
+        True, 3 * 2**30, 25 * 10**9, 50 * 10**9, (), True,
     )  # fmt: skip
     read = Options(*given, ("kernels::norm",), ("sums", "inplace"), "measured", False, "there")
     assert parse(ENVIRONMENT) == read
