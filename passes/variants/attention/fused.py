@@ -199,7 +199,7 @@ def _try(joint: JointGraph, site: Fused) -> Fused | None:
 def _size_of_copies(site: Fused) -> int:
     copied = [one.node for one in site.operands.values() if one.is_copied]
     read = (one for name, one in site.results.items() if name != "product")
-    copied += [one.node for one in read if one.order is not None]
+    copied += [one.node for one in read if one.is_copied]
     return sum(fake(node).nbytes for node in copied)
 
 
@@ -274,12 +274,10 @@ def _widths(given: Inputs) -> set[int]:
     return {fake(node).shape[-1] for node in given.operands}
 
 
-@dataclass(frozen=True)
 class OnCpu:
     """Flash attention on the CPU: masks may be broadcast, and in float32 for any query."""
 
-    name: str = "cpu"
-    device: str = "cpu"
+    name = device = "cpu"
 
     def takes(self, given: Inputs) -> bool:
         """One width; the type of the mask is that of the query, or float32."""
@@ -305,13 +303,10 @@ def _capability() -> tuple[int, int]:
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else (8, 0)
 
 
-@dataclass(frozen=True)
 class FlashOnCuda:
     """FlashAttention-2: no mask but the causal one, 16 bits, widths up to 256."""
 
-    name: str = "flash"
-    device: str = "cuda"
-    most_width: int = 256
+    name, device = "flash", "cuda"
 
     def takes(self, given: Inputs) -> bool:
         """One width, a multiple of 8: others would have to be padded."""
@@ -324,7 +319,7 @@ class FlashOnCuda:
             and query.dtype in (torch.float16, torch.bfloat16)
             and given.bias is None
             and len(widths) == 1
-            and all(width % 8 == 0 and width <= self.most_width for width in widths)
+            and all(width % 8 == 0 and width <= 256 for width in widths)
             and not (has_little_shared_memory and any(192 < width <= 224 for width in widths))
         )
 
@@ -343,12 +338,10 @@ class FlashOnCuda:
         return add(target, *args, given.is_causal, seed, offset, scale=given.scale)
 
 
-@dataclass(frozen=True)
 class EfficientOnCuda:
     """Memory-efficient attention: any mask, 32 bits too, keys and values of different widths."""
 
-    name: str = "memory-efficient"
-    device: str = "cuda"
+    name, device = "memory-efficient", "cuda"
 
     def takes(self, given: Inputs) -> bool:
         """Widths fill 16 bytes (float32: four numbers); rows of a mask are a multiple of 16."""
