@@ -11,9 +11,9 @@ Two tensors are the same but for copies if they have the same layout over the sa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import islice, pairwise
 from math import prod
 
 import torch
@@ -292,30 +292,26 @@ def _fits(made: torch.Tensor, old: torch.Tensor) -> bool:
 def _behind(joint: JointGraph, product: Product, shape: Shape) -> Iterator[tuple[fx.Node, Layout]]:
     """A product and what it is moved to, with layouts over it."""
     node, layout = product.node, product.layout(shape)
-    while True:
-        yield node, layout
-        reader = next(iter(node.users), None)
-        if reader is None or len(node.users) > 1 or not is_move(reader):
-            return
+    yield node, layout
+    while len(node.users) == 1:
+        (reader,) = node.users
         further = moved(reader, layout)
         if further is None or joint.role[reader] is not joint.role[node]:
             return
         node, layout = reader, further
+        yield node, layout
 
 
-def result(joint: JointGraph, product: Product, made: torch.Tensor, batch: int) -> Result | None:
-    """Where a kernel's tensor [B, H, rows, width] may stand in, best without a copy."""
-    return _best(_behind(joint, product, (batch, *made.shape[2:])), made)
+def result(
+    joint: JointGraph, product: Product, made: torch.Tensor, batch: int, most: int | None = None
+) -> Result | None:
+    """Where a kernel's tensor [B, H, rows, width] may stand in, best without a copy.
 
-
-def result_here(product: Product, made: torch.Tensor, batch: int) -> Result | None:
-    return _best([(product.node, product.layout((batch, *made.shape[2:])))], made)
-
-
-def _best(places: Iterable[tuple[fx.Node, Layout]], made: torch.Tensor) -> Result | None:
+    In place of the product or of what it is moved to, among so many nodes at ``most``.
+    """
     shape = tuple(made.shape)
     copied: Result | None = None
-    for node, layout in places:
+    for node, layout in islice(_behind(joint, product, (batch, *shape[2:])), most):
         old = fake(node)
         order = tuple(sorted(range(old.dim()), key=old.stride().__getitem__, reverse=True))
         dense = old.permute(order)
