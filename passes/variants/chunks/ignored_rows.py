@@ -163,7 +163,8 @@ class IgnoredRows:
             kind = self.region.kinds.get(node, "row")
             if kind != "sum" and any(i in self.values for i in node.all_input_nodes):
                 found = self.result(node, kind)
-                self.values |= {} if found is None else {node: found}
+                if found is not None:
+                    self.values[node] = found
         return self
 
     def leave_out(self, loops: tuple[Loop, ...]) -> tuple[Loop, ...]:

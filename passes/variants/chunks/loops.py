@@ -54,7 +54,6 @@ class Loop:
     ``dense`` are row inputs that must be dense behind their rows, because they are reshaped.
     """
 
-    level: int
     rows: tuple[fx.Node, ...]
     whole: tuple[fx.Node, ...]
     dense: frozenset[fx.Node]
@@ -83,18 +82,15 @@ class _ProgramWriter:
         made_of_nothing = kind == "row" and not node.all_input_nodes
         return made_of_nothing and self.region.calls(node, kind) is not None
 
-    def slice_of(self, results: list[fx.Node]) -> list[tuple[fx.Node, Kind]]:
+    def write(self, results: list[fx.Node]) -> None:
         """Everything to compute for the results, in graph order."""
 
         def read(one: tuple[fx.Node, Kind]) -> list[tuple[fx.Node, Kind]]:
             given = operands(self.region.known_calls(*one))
             return [(o.node, o.kind) for o in given if self.is_computed(o)]
 
-        found = reached(((node, self.region.kinds[node]) for node in results), read)
-        return sorted(found)
-
-    def write(self, results: list[fx.Node]) -> None:
-        for node, kind in self.slice_of(results):
+        wanted = ((node, self.region.kinds[node]) for node in results)
+        for node, kind in sorted(reached(wanted, read)):
             parts: list[int] = []
             for call in self.region.known_calls(node, kind):
                 parts.append(self.add(call.with_other(partial(self.argument, parts))))
@@ -158,7 +154,7 @@ class _ProgramWriter:
             lambda n: starts[n // BLOCK] + n % BLOCK, len(rows), len(whole)
         )
 
-    def as_loop(self, level: int, results: list[fx.Node]) -> Loop:
+    def as_loop(self, results: list[fx.Node]) -> Loop:
         self.write(results)
         rows, whole, *_ = self.blocks
         if not rows:
@@ -167,7 +163,7 @@ class _ProgramWriter:
         program = with_one_hot_rows(self.program(results), row_shapes, whole)
         program, rows_read, whole_read = without_unused(program)
         return Loop(
-            level, tuple(rows[n] for n in rows_read), tuple(whole[n] for n in whole_read),
+            tuple(rows[n] for n in rows_read), tuple(whole[n] for n in whole_read),
             frozenset(self.dense), program, tuple(results),
         )  # fmt: skip
 
@@ -186,7 +182,7 @@ def plan_loops(region: Region, level: Mapping[fx.Node, int]) -> list[Loop]:
             narrow = not region.is_big(node) and not region.is_view(node)
             return level[node] < now and (kind == "sum" or (narrow and node in depending_on_big))
 
-        loops.append(_ProgramWriter(region, stops).as_loop(now, results))
+        loops.append(_ProgramWriter(region, stops).as_loop(results))
         for node in (*loops[-1].rows, *loops[-1].whole):
             if node in region.kinds:
                 wanted.setdefault(level[node], set()).add(node)
@@ -256,7 +252,8 @@ class _Simplifier:
             if found is None:
                 found = self.append(one)
                 fact = self.fact(one, numbers) if one.kind == "row" else None
-                self.facts.update({} if fact is None else {found: fact})
+                if fact is not None:
+                    self.facts[found] = fact
             renamed[number] = found
         results = tuple(renamed.get(n, n) for n in self.program.results)
         return replace(self.program, loop=tuple(self.loop), results=results)
@@ -385,10 +382,10 @@ def with_one_hot_rows(
 
     ``rows`` are the shapes of row inputs behind their rows, ``whole`` the nodes of whole inputs.
     """
-    facts: dict[int, Fact] = {}
-    for number, found in enumerate(map(constant_of, whole), program.num_rows):
-        facts |= {} if found is None else {number: found}
+    known = enumerate(map(constant_of, whole), program.num_rows)
+    facts: dict[int, Fact] = {number: found for number, found in known if found is not None}
     for number, one in enumerate(program.setup, program.first):
         (source,) = one.reads
-        facts |= {number: facts[source]} if source in facts else {}
+        if source in facts:
+            facts[number] = facts[source]
     return _Simplifier(program, [*rows, *(shape_of(node) or () for node in whole)], facts).run()
