@@ -89,14 +89,6 @@ def expanded(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return wide_softmax(q, k, v)
 
 
-def frozen(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return plain(q.detach(), k.detach(), v)
-
-
-def fixed_values(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return wide_softmax(q, k, v.detach())
-
-
 def fused_projection(net: Any, x: Tensor) -> Tensor:
     """GPT-2 and nanoGPT: one projection, heads in front, a mask that is a buffer."""
     batch, length, width = x.shape
@@ -147,8 +139,8 @@ CASES: dict[str, tuple[Function, Inputs]] = {
     "one head": (plain, lambda d: [x[:1, :1].detach().requires_grad_() for x in heads(d)]),
     "softmax in 32 bits": (wide_softmax, heads),
     "scaled before": (scaled_before, heads),
-    "einsum": (einsum, lambda d: [x.detach().mT.transpose(1, 2).mT.transpose(1, 3).transpose(
-        2, 3).transpose(1, 2).contiguous().requires_grad_() for x in heads(d, 7)]),
+    "einsum": (einsum, lambda d: [
+        x.detach().transpose(1, 2).contiguous().requires_grad_() for x in heads(d, 7)]),
     "three dimensions": (three_dimensions, heads),
     "causal": (causal, lambda d: heads(d, 7)),
     "causal, fewer queries": (causal, heads),
@@ -167,8 +159,8 @@ CASES: dict[str, tuple[Function, Inputs]] = {
     "padded, with slopes": (padded, lambda d: [*heads(d), ~hidden()[:, :, 2:3]]),
     "grouped": (grouped, heads),
     "grouped, expanded": (expanded, heads),
-    "values alone": (frozen, heads),
-    "values fixed": (fixed_values, heads),
+    "values alone": (lambda q, k, v: plain(q.detach(), k.detach(), v), heads),
+    "values fixed": (lambda q, k, v: wide_softmax(q, k, v.detach()), heads),
     "fused projection": (block(), lambda d: [torch.randn(2, 6, 16, dtype=d)]),
 }  # fmt: skip
 
@@ -188,10 +180,6 @@ class Halved(torch.autograd.Function):
         return gradient * 0.5
 
 
-def biased(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-    return (q @ k.mT + bias).softmax(-1) @ v
-
-
 def another_gradient(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     scores: Tensor = Halved.apply(q @ k.mT)  # type: ignore[no-untyped-call]
     return scores.softmax(-1) @ v
@@ -199,14 +187,17 @@ def another_gradient(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 ALONE: dict[str, tuple[Function, Inputs]] = {
     "dropout": (lambda q, k, v: F.dropout((q @ k.mT).softmax(-1), 0.5) @ v, heads),
-    "a bias to be learnt": (biased, lambda d: [*heads(d), torch.randn(3, 5, 7).requires_grad_()]),
+    "a bias to be learnt": (added, lambda d: [*heads(d), torch.randn(3, 5, 7).requires_grad_()]),
     "weights read elsewhere": (lambda q, k, v: ((p := (q @ k.mT).softmax(-1)) @ v, p), heads),
     "scores read elsewhere": (lambda q, k, v: ((s := q @ k.mT).softmax(-1) @ v, s), heads),
     "another gradient": (another_gradient, heads),
     "softmax over queries": (lambda q, k, v: (q @ k.mT).softmax(-2) @ v, heads),
     "wider values": (lambda q, k, v: plain(q, k, torch.cat([v, v], -1)), heads),
     "one query": (plain, lambda d: heads(d, 1)),
-    "no mask": (lambda *x: finite_fill(0.0, *x), lambda d: [*heads(d), hidden()]),
+    "no mask": (
+        lambda q, k, v, m: (q @ k.mT).masked_fill(m, 0.0).softmax(-1) @ v,
+        lambda d: [*heads(d), hidden()],
+    ),
     "a negative scale": (lambda q, k, v: (q @ k.mT * -0.3).softmax(-1) @ v, heads),
     "scaled behind the mask": (
         lambda q, k, v, m: ((q @ k.mT + m) * 0.3).softmax(-1) @ v,
@@ -217,7 +208,3 @@ ALONE: dict[str, tuple[Function, Inputs]] = {
         lambda d: [*heads(d), hidden()],
     ),
 }
-
-
-def finite_fill(value: float, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    return (q @ k.mT).masked_fill(mask, value).softmax(-1) @ v

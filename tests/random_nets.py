@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,29 +17,28 @@ from fxremat.passes.halves import Rewritten
 from fxremat.verify.aliasing import check_in_place
 from tests.graphs import Capture, Choose, Net, batch, compiled
 
-UNARY = (torch.sin, torch.tanh, torch.exp, lambda t: t.t(), lambda t: t + 1, lambda t: t.relu())
 SIDE = 6
+LAYERS: tuple[Callable[[Any, Any, Any], Any], ...] = (
+    lambda last, other, weight: torch.sin(last),
+    lambda last, other, weight: torch.tanh(last),
+    lambda last, other, weight: torch.exp(last),
+    lambda last, other, weight: last.t(),
+    lambda last, other, weight: last + 1,
+    lambda last, other, weight: last.relu(),
+    lambda last, other, weight: last @ weight,
+    lambda last, other, weight: last * other,
+    lambda last, other, weight: torch.cat(torch.split(last, 2, 1)[::-1], 1) + other,
+    lambda last, other, weight: torch.softmax(last, 1),
+    lambda last, other, weight: nn.functional.dropout(last, 0.3),
+    lambda last, other, weight: last - last.mean(1, keepdim=True),
+)
 
 
 def _layers(kinds: Sequence[int], net: Any, x: torch.Tensor) -> torch.Tensor:
     values = [x]
     for index, kind in enumerate(kinds):
-        last, other = values[-1], values[(index * 7 + kind) % len(values)]
-        if kind < len(UNARY):
-            made = UNARY[kind](last)
-        elif kind == len(UNARY):
-            made = last @ net.weight
-        elif kind == len(UNARY) + 1:
-            made = last * other
-        elif kind == len(UNARY) + 2:
-            made = torch.cat(torch.split(last, 2, 1)[::-1], 1) + other
-        elif kind == len(UNARY) + 3:
-            made = torch.softmax(last, 1)
-        elif kind == len(UNARY) + 4:
-            made = nn.functional.dropout(last, 0.3)
-        else:
-            made = last - last.mean(1, keepdim=True)
-        values.append(made)
+        other = values[(index * 7 + kind) % len(values)]
+        values.append(LAYERS[kind](values[-1], other, net.weight))
     result: torch.Tensor = values[-1] @ net.weight + values[len(values) // 2]
     return result
 
@@ -47,7 +46,7 @@ def _layers(kinds: Sequence[int], net: Any, x: torch.Tensor) -> torch.Tensor:
 @st.composite
 def random_nets(draw: st.DrawFn) -> Net:
     """A chain of layers with skip connections, over square matrices."""
-    kinds = draw(st.lists(st.integers(0, len(UNARY) + 5), min_size=2, max_size=10))
+    kinds = draw(st.lists(st.integers(0, len(LAYERS) - 1), min_size=2, max_size=10))
     weight = nn.Parameter(batch(SIDE, SIDE) / SIDE)
     return Net(lambda net, x: _layers(kinds, net, x), weight=weight)
 

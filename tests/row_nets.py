@@ -22,17 +22,17 @@ def rows(*shape: int) -> torch.Tensor:
     return made.requires_grad_()
 
 
-def labels(*shape: int, most: int = V, ignored: bool = False) -> torch.Tensor:
+def labels(*shape: int, ignored: bool = False) -> torch.Tensor:
     """Fixed random labels; with ``ignored``, a third of them is -100."""
     dice = torch.Generator().manual_seed(3)
-    made = torch.randint(0, most, shape, generator=dice)
+    made = torch.randint(0, V, shape, generator=dice)
     return torch.where(torch.rand(shape, generator=dice) < 0.3, -100, made) if ignored else made
 
 
-def head(bias: bool = True, width: int = D, most: int = V) -> nn.Linear:
+def head(bias: bool = True) -> nn.Linear:
     """A linear layer from features to logits."""
     torch.manual_seed(1)
-    return nn.Linear(width, most, bias=bias)
+    return nn.Linear(D, V, bias=bias)
 
 
 def z_loss(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -43,9 +43,9 @@ def z_loss(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 def gated() -> Net:
     """An MLP whose hidden layer is a product."""
     torch.manual_seed(1)
-    gate, up = nn.Linear(D, 4 * D, bias=False), nn.Linear(D, 4 * D, bias=False)
-    down = nn.Linear(4 * D, D, bias=False)
-    return Net(lambda m, x: x + m.down(F.silu(m.gate(x)) * m.up(x)), gate=gate, up=up, down=down)
+    sizes = {"gate": (D, 4 * D), "up": (D, 4 * D), "down": (4 * D, D)}
+    parts = {name: nn.Linear(*size, bias=False) for name, size in sizes.items()}
+    return Net(lambda m, x: x + m.down(F.silu(m.gate(x)) * m.up(x)), **parts)
 
 
 def up_and_down(activation: type[nn.Module]) -> nn.Module:

@@ -17,9 +17,11 @@ from torch import fx, nn
 from fxremat.compat.compilers import trace_as_inductor
 from fxremat.compat.joint_graph import torch_partition
 from fxremat.compile.pipeline import prepare
+from fxremat.memory.measured_peak import measure_peak
 from fxremat.passes.joint_graph import JointGraph
 from fxremat.passes.variants.chunks.rules import RULES
 from fxremat.passes.variants.insertion import Rule, Site, take
+from fxremat.runtime import kernels
 from fxremat.runtime.chunks.operator import ROWS
 from tests.graphs import Observed, train
 from tests.variants import assert_alike, sites
@@ -92,26 +94,28 @@ def run_on(joint: JointGraph, inputs: Mapping[str, Any]) -> list[Any]:
     return [*found, *given, torch.rand(1)]
 
 
-class _Given(fx.Interpreter):
-    """Keeps what the calls of ``rows`` are given."""
-
-    def __init__(self, joint: JointGraph) -> None:
-        super().__init__(joint.module)
-        self.calls: list[tuple[Any, Any]] = []
-
-    def run_node(self, n: fx.Node) -> Any:
-        if n.target is ROWS:
-            self.calls.append(self.fetch_args_kwargs_from_env(n))
-        return super().run_node(n)
-
-
 def given_to_rows(joint: JointGraph, inputs: Mapping[str, Any]) -> list[tuple[Any, Any]]:
     """Arguments by position and by name of the calls of ``rows`` in a graph, on these inputs."""
-    one = _Given(joint)
+    seen: list[tuple[Any, Any]] = []
+
+    class Given(fx.Interpreter):
+        def run_node(self, n: fx.Node) -> Any:
+            if n.target is ROWS:
+                seen.append(self.fetch_args_kwargs_from_env(n))
+            return super().run_node(n)
+
     names = [node.name for node in joint.module.graph.nodes if node.op == "placeholder"]
     with torch.no_grad():
-        one.run(*[inputs[name] for name in names])
-    return one.calls
+        Given(joint.module).run(*[inputs[name] for name in names])
+    return seen
+
+
+def workspace_too_large(*args: Any, measure: Any = kernels.unmeasured, **named: Any) -> int:
+    """Bytes that are predicted for a call of ``rows`` and that it does not take."""
+    made: int = sum(one.nbytes for one in ROWS(*args, **named))
+    peak = measure_peak(lambda: ROWS(*args, **named)).above_start_bytes
+    said: int = kernels.WORKSPACES[ROWS](*args, **named, measure=measure)
+    return said - (peak - made)
 
 
 def real(value: Any) -> Any:
@@ -152,32 +156,26 @@ def assert_close(one: Any, other: Any, tolerance: float) -> None:
         assert one == other
         return
     one, other = one.double(), other.double()
-    assert torch.equal(one.isfinite(), other.isfinite())
-    scale = other[other.isfinite()].abs().max().item() if other.isfinite().any() else 0.0
-    error = (one - other)[other.isfinite()].abs().max().item() if other.isfinite().any() else 0.0
-    assert error <= tolerance * max(scale, 1e-6), (error, scale)
+    finite = other.isfinite()
+    assert torch.equal(one.isfinite(), finite)
+    if finite.any():
+        scale = other[finite].abs().max().item()
+        error = (one - other)[finite].abs().max().item()
+        assert error <= tolerance * max(scale, 1e-6), (error, scale)
 
 
-def names_of(function: Function, inputs: Sequence[Any], rule: Rule) -> list[str]:
-    """The sites of a rule in the step of a function."""
-    return [site.name for site in sites(rule, trace(function, inputs).joint)]
-
-
-def all_names(function: Function, inputs: Sequence[Any]) -> list[str]:
-    """The sites of all rules."""
+def names_of(function: Function, inputs: Sequence[Any], rules: Sequence[Rule] = RULES) -> list[str]:
+    """The sites of these rules in the step of a function."""
     joint = trace(function, inputs).joint
-    return [site.name for rule in RULES for site in sites(rule, joint)]
+    return [site.name for rule in rules for site in sites(rule, joint)]
 
 
 def _traced_in_double(function: Function, inputs: Sequence[Any], tolerance: float) -> Traced:
     """The step in float64, which computes what eager torch does."""
     function, inputs = in_double(function), [in_double(x) for x in inputs]
     eager, exact = train(function, inputs), trace(function, inputs)
-    for one, other in zip(
-        (*exact.observed.results, *exact.observed.gradients),
-        (*eager.results, *eager.gradients),
-        strict=True,
-    ):
+    both = ((*seen.results, *seen.gradients) for seen in (exact.observed, eager))
+    for one, other in zip(*both, strict=True):
         assert_close(one, other, tolerance)
     return exact
 

@@ -10,11 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from fxremat.memory.measured_peak import measure_peak
 from fxremat.passes.variants.chunks.ignored_rows import Known, Value, result_of
 from fxremat.passes.variants.chunks.rules import CHUNKED_ATTENTION, CHUNKED_LOSS, CHUNKED_MLP, RULES
-from fxremat.passes.variants.insertion import Rule
-from fxremat.runtime import kernels
 from fxremat.runtime.chunks.operator import ROWS
 from fxremat.runtime.chunks.program import parse
 from tests.conftest import Golden
@@ -33,7 +30,7 @@ from tests.row_nets import (
     up_and_down,
     z_loss,
 )
-from tests.row_sites import Traced, all_names, check, real, taken, trace
+from tests.row_sites import Traced, check, names_of, real, taken, trace, workspace_too_large
 from tests.variants import sites
 
 # --- rules --------------------------------------------------------------------------------
@@ -80,26 +77,13 @@ def test_ignored_labels(name: str, all_of_them: bool) -> None:
     check(net, (rows(50, D), y), CHUNKED_LOSS)
 
 
-def hugging_face(m: Any, x: torch.Tensor, y: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-    """Shifted labels, padded, and the sum divided by a number of items."""
-    logits = m.head(x).float()
-    shifted = F.pad(y, (0, 1), value=-100)[..., 1:].contiguous().view(-1)
-    loss = F.cross_entropy(logits.view(-1, V), shifted, ignore_index=-100, reduction="sum")
-    return loss / count
-
-
-def test_shifted_labels() -> None:
-    net = Net(hugging_face, head=head(False))
-    names = check(net, (rows(4, 16, D), labels(4, 16), torch.tensor(60)), CHUNKED_LOSS)
-    assert any("at once" in name for name in names)
-
-
 def test_tied_weights() -> None:
-    def step(m: Any, tokens: torch.Tensor, y: torch.Tensor) -> Any:
-        return F.cross_entropy(F.linear(torch.tanh(m.table(tokens)), m.table.weight), y)
-
     torch.manual_seed(1)
-    check(Net(step, table=nn.Embedding(V, D)), (labels(50), labels(50)), CHUNKED_LOSS)
+    net = Net(
+        lambda m, x, y: F.cross_entropy(F.linear(torch.tanh(m.table(x)), m.table.weight), y),
+        table=nn.Embedding(V, D),
+    )
+    check(net, (labels(50), labels(50)), CHUNKED_LOSS)
 
 
 def test_one_hot_rows_are_seen_through_casts() -> None:
@@ -125,18 +109,13 @@ def test_no_gradients_ahead_in_float16() -> None:
 
 
 def test_given_logits() -> None:
-    def step(logits: torch.Tensor, y: torch.Tensor) -> Any:
-        return F.cross_entropy(logits, y)
-
-    check(step, (rows(50, V), labels(50)), CHUNKED_LOSS)
+    net = Net(lambda m, logits, y: F.cross_entropy(logits, y))
+    check(net, (rows(50, V), labels(50)), CHUNKED_LOSS)
 
 
 def test_logits_that_are_a_result() -> None:
-    def step(m: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
-        logits = m.head(x)
-        return F.cross_entropy(logits, y), logits
-
-    names = check(Net(step, head=head()), (rows(50, D), labels(50)), CHUNKED_LOSS)
+    net = Net(lambda m, x, y: (F.cross_entropy(z := m.head(x), y), z), head=head())
+    names = check(net, (rows(50, D), labels(50)), CHUNKED_LOSS)
     assert not any("at once" in name for name in names)
 
 
@@ -145,7 +124,7 @@ def test_few_rows(count: int) -> None:
     """Too few rows for a chunk are left alone, a few more are not."""
     net = Net(lambda m, x, y: F.cross_entropy(m.head(x), y), head=head())
     if count <= 16:
-        assert all_names(net, (rows(count, D), labels(count))) == []
+        assert names_of(net, (rows(count, D), labels(count))) == []
     else:
         check(net, (rows(count, D), labels(count)), CHUNKED_LOSS)
 
@@ -153,18 +132,14 @@ def test_few_rows(count: int) -> None:
 # --- MLP ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("activation", [nn.GELU, nn.SiLU, nn.ReLU, nn.Tanh])
-def test_mlp(activation: type[nn.Module]) -> None:
-    names = check(up_and_down(activation), (rows(3, 17, D),), CHUNKED_MLP)
-    assert all("again" in name for name in names)
-
-
-def test_gated_mlp() -> None:
-    check(gated(), (rows(3, 17, D),), CHUNKED_MLP)
+@pytest.mark.parametrize("activation", [nn.GELU, nn.SiLU, nn.ReLU, nn.Tanh, None])
+def test_mlp(activation: type[nn.Module] | None) -> None:
+    net = gated() if activation is None else up_and_down(activation)
+    assert all("again" in name for name in check(net, (rows(3, 17, D),), CHUNKED_MLP))
 
 
 def test_two_mlps_have_their_own_sites() -> None:
-    names = all_names(nn.Sequential(gated(), gated()), (rows(64, D),))
+    names = names_of(nn.Sequential(gated(), gated()), (rows(64, D),))
     assert len({name.split()[1] for name in names}) == 2
 
 
@@ -199,12 +174,10 @@ def test_attention_of_a_projection() -> None:
 
 
 def test_sums_along_rows() -> None:
-    def step(m: Any, x: torch.Tensor) -> Any:
-        return m.down(m.up(x).cumsum(0))
-
     torch.manual_seed(1)
-    net = Net(step, up=nn.Linear(D, 4 * D), down=nn.Linear(4 * D, D))
-    assert all_names(net, (rows(64, D),)) == []
+    up, down = nn.Linear(D, 4 * D), nn.Linear(4 * D, D)
+    net = Net(lambda m, x: m.down(m.up(x).cumsum(0)), up=up, down=down)
+    assert names_of(net, (rows(64, D),)) == []
 
 
 def test_random_numbers_stay_outside() -> None:
@@ -223,7 +196,7 @@ def test_random_numbers_stay_outside() -> None:
 def test_convolutions_are_left_to_their_own_rule() -> None:
     torch.manual_seed(1)
     net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 3, 3))
-    found = all_names(net, (rows(20, 3, 8, 8),))
+    found = names_of(net, (rows(20, 3, 8, 8),))
     assert found
     assert all(name.startswith("chunked_convolutions ") for name in found)
 
@@ -252,13 +225,9 @@ def masked_by_label(m: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return -(found * counts).sum() / counts.sum()
 
 
-def weighted(m: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(m.head(x), y, weight=WEIGHTS.to(x.dtype), label_smoothing=0.1)
-
-
 LEFT_OUT: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "another number": (lambda m, x, y: F.cross_entropy(m.head(x), y, ignore_index=3), (Y % 9,)),
-    "smoothing and weights": (weighted, (Y,)),
+    "smoothing and weights": (STEPS["weighted"][0].function, (Y,)),
     "nll": (lambda m, x, y: F.nll_loss(F.log_softmax(m.head(x) / 2, -1), y), (Y,)),
     "mask of numbers": (masked, (labels(COUNT), MASK.long())),
     "mask of truth": (masked, (labels(COUNT), MASK.bool())),
@@ -271,10 +240,7 @@ CHECKED: dict[str, tuple[Any, tuple[Any, ...]]] = {
 """Zero times the gradient of a mean over nothing is NaN in every row, and stays so."""
 COMPUTED: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "z": (lambda m, x, y: z_loss(m.head(x), y), (Y,)),
-    "two labels": (
-        lambda m, x, y: F.cross_entropy(m.head(x), y) + F.cross_entropy(m.head(x), y.flip(0)),
-        (Y,),
-    ),
+    "two labels": (lambda m, x, y: sum(LOSSES["two"](m.head(x), y)), (Y,)),
     "seen": (
         lambda m, x, y, mask: (
             (found := log_probabilities(m.head(x), y)).detach(),
@@ -290,13 +256,18 @@ def ignored(graph: Any) -> list[Any]:
     return [parse(str(call.args[2])).ignored for call in calls(graph, ROWS)]
 
 
-@pytest.mark.parametrize("name", LEFT_OUT)
-def test_rows_are_left_out_of_all_loops(name: str) -> None:
-    loss, given = LEFT_OUT[name]
+def ignored_by_sites(loss: Any, given: tuple[Any, ...]) -> dict[str, list[Any]]:
+    """The same of each site in the step of a loss."""
     joint = trace(Net(loss, head=head()), (rows(COUNT, D), *given)).joint
     found = sites(CHUNKED_LOSS, joint)
-    assert any("at once" in site.name for site in found)
-    assert all(None not in ignored(taken(joint, site).module.graph) for site in found)
+    return {site.name: ignored(taken(joint, site).module.graph) for site in found}
+
+
+@pytest.mark.parametrize("name", LEFT_OUT)
+def test_rows_are_left_out_of_all_loops(name: str) -> None:
+    found = ignored_by_sites(*LEFT_OUT[name])
+    assert any("at once" in name for name in found)
+    assert all(None not in said for said in found.values())
 
 
 @pytest.mark.parametrize("name", CHECKED)
@@ -308,11 +279,17 @@ def test_masked_rows(name: str) -> None:
 
 @pytest.mark.parametrize("name", COMPUTED)
 def test_rows_that_matter_are_computed(name: str) -> None:
-    loss, given = COMPUTED[name]
-    joint = trace(Net(loss, head=head()), (rows(COUNT, D), *given)).joint
-    found = sites(CHUNKED_LOSS, joint)
+    found = ignored_by_sites(*COMPUTED[name])
     assert found
-    assert all({*ignored(taken(joint, site).module.graph)} == {None} for site in found)
+    assert all({*said} == {None} for said in found.values())
+
+
+def hugging_face(m: Any, x: torch.Tensor, y: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+    """Shifted labels, padded, and the sum divided by a number of items."""
+    logits = m.head(x).float()
+    shifted = F.pad(y, (0, 1), value=-100)[..., 1:].contiguous().view(-1)
+    loss = F.cross_entropy(logits.view(-1, V), shifted, ignore_index=-100, reduction="sum")
+    return loss / count
 
 
 def test_shifted_labels_that_are_left_out() -> None:
@@ -321,6 +298,7 @@ def test_shifted_labels_that_are_left_out() -> None:
     y.view(-1)[:60] = -100
     net = Net(hugging_face, head=head(False))
     graphs = check(net, (rows(4, 16, D), y, torch.tensor(60)), CHUNKED_LOSS)
+    assert any("at once" in name for name in graphs)
     assert all(None not in ignored(graph) for graph in graphs.values())
 
 
@@ -371,11 +349,11 @@ def test_unknown_sizes_are_left_alone() -> None:
 
 def block() -> Net:
     """Attention without heads, and an MLP."""
-
-    def step(m: Any, x: torch.Tensor) -> Any:
-        return x + m.mlp(m.norm(x + F.scaled_dot_product_attention(x, x, x)))
-
-    return Net(step, norm=nn.LayerNorm(D), mlp=up_and_down(nn.GELU))
+    return Net(
+        lambda m, x: x + m.mlp(m.norm(x + F.scaled_dot_product_attention(x, x, x))),
+        norm=nn.LayerNorm(D),
+        mlp=up_and_down(nn.GELU),
+    )
 
 
 @pytest.mark.slow
@@ -393,28 +371,16 @@ def test_a_deep_net_is_looked_at_fast() -> None:
     assert 2 * (time.process_time() - seen) < seen - started
 
 
-def with_sites(name: str, *rules: Rule) -> list[fx.Graph]:
-    """The graphs of a step with one of the first two sites of each rule."""
-    joint = traced_step(name)
-    found = [site for rule in rules for site in sites(rule, joint)[:2]]
-    return [taken(joint, site).module.graph for site in found]
-
-
 @pytest.mark.parametrize("name", STEPS)
 def test_memory_of_every_call_is_known_to_the_byte(name: str) -> None:
-    graphs = with_sites(name, CHUNKED_LOSS, CHUNKED_MLP)
-    assert graphs
-    for graph in graphs:
-        for call in calls(graph, ROWS):
-            assert_memory_is_known(call)
-
-
-def assert_memory_is_known(call: fx.Node) -> None:
-    """The workspace of a call is what it really takes."""
-    args = [real(a) for a in fx.map_arg(call.args, lambda n: n.meta["val"])]
-    made = sum(t.nbytes for t in ROWS(*args))
-    peak = measure_peak(lambda: ROWS(*args)).above_start_bytes
-    assert kernels.WORKSPACES[ROWS](*args, measure=kernels.unmeasured) == peak - made
+    """The workspace of a call is what it really takes: of the first two sites of each rule."""
+    joint = traced_step(name)
+    found = [site for rule in (CHUNKED_LOSS, CHUNKED_MLP) for site in sites(rule, joint)[:2]]
+    assert found
+    for site in found:
+        for call in calls(taken(joint, site).module.graph, ROWS):
+            args = [real(a) for a in fx.map_arg(call.args, lambda n: n.meta["val"])]
+            assert workspace_too_large(*args) == 0
 
 
 def test_graph_of_a_loss_before_and_after(golden: Golden) -> None:

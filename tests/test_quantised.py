@@ -67,8 +67,9 @@ def test_the_mean_over_seeds_is_the_value(bits: int) -> None:
 def test_the_users_generator_is_not_touched_and_calls_repeat() -> None:
     x = values(1000)
     before = torch.get_rng_state()
-    first = (*quantised.quantised(x, 8, 1), *quantised.sketch(x.view(100, 10), 7, 1))
-    second = (*quantised.quantised(x, 8, 1), *quantised.sketch(x.view(100, 10), 7, 1))
+    first, second = (
+        (*quantised.quantised(x, 8, 1), *quantised.sketch(x.view(100, 10), 7, 1)) for _ in range(2)
+    )
     assert torch.equal(torch.get_rng_state(), before)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
@@ -145,14 +146,9 @@ def test_narrowed_is_a_copy() -> None:
     assert peak == found.numel()
 
 
-def signs(rows: int, columns: int, seed: int) -> Made:
-    """The matrix that a sketch multiplies with, by sketching the identity; and its salt."""
-    matrix, salt = quantised.sketch(torch.eye(columns), rows, seed)
-    return matrix, salt
-
-
 def test_a_sketch_multiplies_with_signs() -> None:
-    matrix, salt = signs(40, 300, 5)
+    """The matrix that it multiplies with is the sketch of the identity."""
+    matrix, salt = quantised.sketch(torch.eye(300), 40, 5)
     assert torch.allclose(matrix.abs(), torch.tensor(40**-0.5))
     x = torch.randn(300, 7)
     assert torch.allclose(quantised.sketch_again(x, 40, salt), matrix @ x, atol=1e-4)
@@ -167,8 +163,7 @@ def test_pieces_of_a_sketch_are_one_matrix(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.slow
 def test_a_product_of_sketches_is_unbiased() -> None:
-    x = torch.randn(30, 3, dtype=torch.float64)
-    y = torch.randn(30, 4, dtype=torch.float64)
+    x, y = (torch.randn(30, columns, dtype=torch.float64) for columns in (3, 4))
     found = []
     for seed in range(4000):
         small, salt = quantised.sketch(x, 10, seed)

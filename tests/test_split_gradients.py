@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from fxremat.core.problem import Problem
 from fxremat.core.timeline import replay
 from fxremat.core.variants import take as take_variants
 from fxremat.passes.joint_graph import JointGraph
@@ -24,12 +25,20 @@ from tests.graphs import joint_of_model as joint_of  # a test's text seeds its e
 from tests.variants import assert_alike
 
 
+def split(joint: JointGraph) -> JointGraph:
+    return insertion.take(joint, insertion.find_sites(joint, [SPLIT_GRADIENTS]))
+
+
+def problem_of(joint: JointGraph, **inserted: Any) -> Problem:
+    how: Any = {"fused": True, "device": "cpu", "name": "test"}
+    return estimate(joint, unit_time, no_workspace, **how, **inserted).problem
+
+
 def assert_same(joint: JointGraph, tolerance: float) -> None:
     torch.manual_seed(0)
     values = [node.meta["val"] for node in (*joint.primals, *joint.tangents)]
     inputs = [torch.randn(value.shape, dtype=value.dtype) for value in values]
-    taken = insertion.take(joint, insertion.find_sites(joint, [SPLIT_GRADIENTS]))
-    for old, new in zip(run_joint(joint, inputs), run_joint(taken, inputs), strict=True):
+    for old, new in zip(run_joint(joint, inputs), run_joint(split(joint), inputs), strict=True):
         assert old.dtype == new.dtype
         assert old.shape == new.shape
         torch.testing.assert_close(new, old, rtol=tolerance, atol=tolerance)
@@ -76,14 +85,11 @@ def test_gradients_lie_in_memory_as_those_of_one_call(
     assert_same(joint, 5e-2 if dtype is torch.bfloat16 else 1e-5)
 
 
-def test_a_convolution_of_the_batch_has_one_gradient_only() -> None:
-    joint = capture(nn.Conv2d(2, 2, 3), (torch.randn(1, 2, 5, 5),)).joint
-    assert insertion.find_sites(joint, [SPLIT_GRADIENTS]) == ()
-
-
-def test_a_transposed_convolution_is_left_alone() -> None:
-    joint = joint_of(nn.ConvTranspose2d(2, 2, 3), torch.randn(1, 2, 5, 5))
-    assert insertion.find_sites(joint, [SPLIT_GRADIENTS]) == ()
+def test_one_gradient_and_a_transposed_convolution_are_left_alone() -> None:
+    of_batch = capture(nn.Conv2d(2, 2, 3), (torch.randn(1, 2, 5, 5),)).joint
+    transposed = joint_of(nn.ConvTranspose2d(2, 2, 3), torch.randn(1, 2, 5, 5))
+    for joint in (of_batch, transposed):
+        assert insertion.find_sites(joint, [SPLIT_GRADIENTS]) == ()
 
 
 def test_the_input_is_gone_before_its_gradient_is_there() -> None:
@@ -91,52 +97,38 @@ def test_the_input_is_gone_before_its_gradient_is_there() -> None:
     joint = joint_of(model, torch.randn(4, 8, 16, 16))
 
     def peak(of: JointGraph) -> int:
-        problem = estimate(
-            of, unit_time, no_workspace, fused=True, device="cpu", name="test"
-        ).problem
-        line = replay(problem, problem.base_steps())
-        return max(line.live_bytes[-4:])
+        problem = problem_of(of)
+        return max(replay(problem, problem.base_steps()).live_bytes[-4:])
 
-    sites = insertion.find_sites(joint, [SPLIT_GRADIENTS])
-    assert len(sites) == 2
-    assert peak(insertion.take(joint, sites)) <= peak(joint)
-    taken = insertion.take(joint, sites)
+    assert len(insertion.find_sites(joint, [SPLIT_GRADIENTS])) == 2
+    taken = split(joint)
+    assert peak(taken) <= peak(joint)
     calls = [n for n in taken.module.graph.nodes if n.op == "call_function"]
     assert all(n.target is not operator.getitem or n.args[1] != 0 for n in calls)
 
 
 def test_graph_of_split_gradients(golden: Golden) -> None:
     joint = joint_of(nn.Conv2d(2, 2, 3), torch.randn(1, 2, 5, 5))
-    taken = insertion.take(joint, insertion.find_sites(joint, [SPLIT_GRADIENTS]))
-    golden(f"before\n\n{joint.module.graph}\n\nafter\n\n{taken.module.graph}\n")
+    golden(f"before\n\n{joint.module.graph}\n\nafter\n\n{split(joint).module.graph}\n")
 
 
-class TwoWays(nn.Module):
+def two_ways(net: Any, x: torch.Tensor) -> Any:
     """The gradient of one way waits for that of the other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.short = nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 8, 1)
-        self.long = nn.Sequential(nn.Conv2d(8, 8, 1), nn.Tanh(), nn.Conv2d(8, 8, 1))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.first(x).tanh()
-        both: torch.Tensor = (self.long(hidden) + self.short(hidden)).tanh()
-        return both
+    hidden = net.first(x).tanh()
+    return (net.long(hidden) + net.short(hidden)).tanh()
 
 
 def test_gradients_of_inputs_are_where_the_planner_has_them() -> None:
     """The graph with the variants is the problem that they were chosen for: in the same order."""
-    joint = joint_of(TwoWays(), torch.randn(4, 8, 16, 16))
+    first, short, one, other = (nn.Conv2d(8, 8, n, padding=n // 2) for n in (3, 1, 1, 1))
+    net = Net(two_ways, first=first, short=short, long=nn.Sequential(one, nn.Tanh(), other))
+    joint = joint_of(net, torch.randn(4, 8, 16, 16))
     sites = insertion.find_sites(joint, [SPLIT_GRADIENTS])
     assert len(sites) == 4
-    how: Any = {"fused": True, "device": "cpu", "name": "test"}
     offered = insertion.insert_all(joint, sites)
-    whole = estimate(
-        offered.joint, unit_time, no_workspace, inserted=offered.inserted, **how
-    ).problem
+    whole = problem_of(offered.joint, inserted=offered.inserted)
     chosen = take_variants(whole, [site.name for site in sites])
-    made = estimate(insertion.take(joint, sites), unit_time, no_workspace, **how).problem
+    made = problem_of(split(joint))
 
     assert [op.name for op in made.ops] == [op.name for op in chosen.ops]
     peaks = [replay(one, one.base_steps()).peak_bytes for one in (chosen, made)]

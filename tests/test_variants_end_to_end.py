@@ -22,6 +22,7 @@ from fxremat.whatif.explanation import Explanation
 from tests.conftest import Golden
 from tests.end_to_end import compiled_by_fxremat, least, measured, observed, step
 from tests.fuzz.steps import Squares
+from tests.graphs import Net
 
 WORDS, WIDTH, IGNORED = 3000, 16, 0
 
@@ -29,23 +30,18 @@ WORDS, WIDTH, IGNORED = 3000, 16, 0
 pytestmark = pytest.mark.usefixtures("fresh")
 
 
-class Words(nn.Module):
+def losses(net: Any, tokens: Tensor, targets: Tensor) -> Tensor:
     """Tokens in, the mean loss of the next ones out; a large vocabulary."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(WORDS, WIDTH)
-        self.inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
-        self.head = nn.Linear(WIDTH, WORDS)
-
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        scores = self.head(self.inner(self.embedding(tokens)))
-        return F.cross_entropy(scores.view(-1, WORDS), targets.view(-1), ignore_index=IGNORED)
+    scores = net.layers(tokens).view(-1, WORDS)
+    return F.cross_entropy(scores, targets.view(-1), ignore_index=IGNORED)
 
 
 def words() -> tuple[nn.Module, tuple[Tensor, ...]]:
     torch.manual_seed(0)
-    return Words(), (torch.randint(0, WORDS, (4, 64)), torch.randint(0, WORDS, (4, 64)))
+    inner = nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)
+    layers = nn.Sequential(nn.Embedding(WORDS, WIDTH), *inner, nn.Linear(WIDTH, WORDS))
+    batch = torch.randint(0, WORDS, (4, 64)), torch.randint(0, WORDS, (4, 64))
+    return Net(losses, layers=layers), batch
 
 
 def pictures() -> tuple[nn.Module, tuple[Tensor, ...]]:
@@ -63,6 +59,13 @@ def layers() -> tuple[nn.Module, tuple[Tensor, ...]]:
     return nn.Sequential(*inner, Squares()), (torch.randn(2048, 32),)
 
 
+def assert_alike(
+    new: list[Tensor], old: list[Tensor], rtol: float = 2e-5, atol: float = 1e-7, nan: bool = False
+) -> None:
+    for pair in zip(new, old, strict=True):
+        torch.testing.assert_close(*pair, rtol=rtol, atol=atol, equal_nan=nan)
+
+
 @pytest.mark.parametrize(
     "executor", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
 )
@@ -74,8 +77,7 @@ def test_a_vocabulary_fits_where_its_logits_do_not_and_its_peak_is_predicted(exe
         assert budget < 0.8 * least(model, inputs, variants="none", **quick)
     twin = copy.deepcopy(model)
     call = compiled_by_fxremat(model, memory_budget=budget, **quick)
-    for one, other in zip(observed(model, call, inputs), observed(twin, twin, inputs), strict=True):
-        torch.testing.assert_close(one, other, rtol=2e-5, atol=1e-7)
+    assert_alike(observed(model, call, inputs), observed(twin, twin, inputs))
     report = fxremat.reports()[-1]
     assert measured(model, call, inputs) == report.predicted_peak_bytes <= budget
     assert any("chunked_" in row.what for row in report.variants)
@@ -85,8 +87,7 @@ def test_a_vocabulary_fits_where_its_logits_do_not_and_its_peak_is_predicted(exe
         batch = tokens, torch.where(torch.rand(targets.shape) < part, IGNORED, targets)
         with mock.patch.object(rows_call, "rows_to_run", wraps=rows_call.rows_to_run) as run:
             new, old = (observed(*pair, batch) for pair in ((model, call), (twin, twin)))
-        for one, other in zip(new, old, strict=True):
-            torch.testing.assert_close(one, other, rtol=2e-5, atol=1e-7, equal_nan=True)
+        assert_alike(new, old, nan=True)
         assert measured(model, call, batch) == report.predicted_peak_bytes
         count = int((batch[1] != IGNORED).sum())
         leaves_out = count and executor == "inductor"  # eager graphs have the loss as one op
@@ -107,8 +108,7 @@ def test_running_statistics_and_pictures_are_the_same() -> None:
     budget = explained.store_all_peak_bytes * 65 // 100
     twin = copy.deepcopy(model)
     call = compiled_by_fxremat(model, memory_budget=budget, **options)
-    for one, other in zip(observed(model, call, inputs), observed(twin, twin, inputs), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+    assert_alike(observed(model, call, inputs), observed(twin, twin, inputs), 1e-4, 1e-6)
     assert fxremat.reports()[-1].variants
     assert measured(model, call, inputs) <= budget
 
@@ -188,15 +188,8 @@ def test_the_table(golden: Golden, capsys: pytest.CaptureFixture[str]) -> None:
 def test_sizes_that_change_are_no_obstacle() -> None:
     model, (tokens, targets) = words()
     budget = least(model, (tokens, targets), executor="aot_eager", variants="none")
-    call = torch.compile(
-        model,
-        backend=backend,
-        options={"executor": "aot_eager", "memory_budget": budget},
-        dynamic=True,
-    )
+    options: dict[str, Any] = {"executor": "aot_eager", "memory_budget": budget}
+    call = torch.compile(model, backend=backend, options=options, dynamic=True)
     for length in (64, 48, 32):
         inputs = (tokens[:, :length].contiguous(), targets[:, :length].contiguous())
-        for one, other in zip(
-            observed(model, call, inputs), observed(model, model, inputs), strict=True
-        ):
-            torch.testing.assert_close(one, other, rtol=2e-5, atol=1e-7)
+        assert_alike(observed(model, call, inputs), observed(model, model, inputs))

@@ -17,11 +17,11 @@ from unittest import mock
 import torch
 from torch import fx, nn
 
-from fxremat.compat.joint_graph import extract_forward_backward, module_of
+from fxremat.compat.joint_graph import copy_module, extract_forward_backward, module_of
 from fxremat.compile.pipeline import prepare
 from fxremat.compile.verification import taken_variant
 from fxremat.passes.joint_graph import JointGraph, Role, is_tensor, root
-from fxremat.passes.nodes import add_call, fake
+from fxremat.passes.nodes import adder, fake
 from fxremat.passes.variants import saved_values
 from fxremat.passes.variants.insertion import Rule, Site, take, take_with_inserted
 from fxremat.passes.variants.table import RULES
@@ -58,42 +58,44 @@ def sites(rule: Rule, joint: JointGraph) -> list[Site]:
     return found
 
 
+def found(
+    rule: Rule, function: Callable[..., Any], *inputs: torch.Tensor, fused: bool = True
+) -> tuple[JointGraph, list[Site]]:
+    """The joint graph of a step, and the sites of a rule, small ones included."""
+    with small_values():
+        joint = joint_of(function, inputs, fused)
+        return joint, sites(rule, joint)
+
+
+def in_order(shape: Sequence[int], order: Sequence[int]) -> torch.Tensor:
+    """A random tensor whose dimensions lie in memory in this order."""
+    order = [d for d in order if d < len(shape)]
+    x = torch.rand([shape[d] for d in order])
+    return x.permute([order.index(d) for d in range(len(order))])
+
+
 def calls(x: torch.Tensor, make: Callable[[Callable[..., fx.Node], fx.Node], Any]) -> Any:
     """What the calls that ``make`` adds behind ``x`` give."""
     graph = fx.Graph()
-    given_ = graph.placeholder("x")
-    given_.meta["val"] = x
-
-    def add(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        return add_call(graph, target, args, given_, **kwargs)
-
-    graph.output(make(add, given_))
+    given = graph.placeholder("x")
+    given.meta["val"] = x
+    graph.output(make(adder(graph, given), given))
     return fx.Interpreter(module_of(nn.Module(), graph)).run(x)
-
-
-def copied(joint: JointGraph) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
-    """A copy of the joint graph, and which node is which there."""
-    graph, where = fx.Graph(), dict[fx.Node, fx.Node]()
-    graph.output(graph.graph_copy(joint.module.graph, where))
-    for old, new in where.items():
-        new.meta = dict(old.meta)
-    return module_of(joint.module, graph), where
-
-
-def _assert_alike(old: fx.Node, new: fx.Node) -> None:
-    one, other = fake(old), fake(new)
-    assert (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
-    strides = [s for s, n in zip(one.stride(), one.shape, strict=True) if n > 1]
-    assert strides == [s for s, n in zip(other.stride(), other.shape, strict=True) if n > 1]
 
 
 def assert_alike(joint: JointGraph, site: Site) -> None:
     """The stand-ins of a site lie in memory like what they stand for."""
-    module, where = copied(joint)
-    stand_ins = site.insert(module.graph, where)
+    where: dict[fx.Node, fx.Node] = {}
+    stand_ins = site.insert(copy_module(joint.module, where).graph, where)
     assert stand_ins
     for old, new in stand_ins.items():
-        _assert_alike(old, new)
+        assert form(fake(old)) == form(fake(new))
+
+
+def form(one: torch.Tensor) -> tuple[Any, ...]:
+    """How a tensor lies in memory; a dimension of one element may have any stride."""
+    strides = [step for step, size in zip(one.stride(), one.shape, strict=True) if size > 1]
+    return one.shape, strides if one.numel() else [], one.dtype, one.device
 
 
 def with_site(joint: JointGraph, *chosen: Site) -> fx.GraphModule:
@@ -134,17 +136,9 @@ def real_inputs(joint: JointGraph, seed: int = 0) -> list[torch.Tensor]:
 
 def results(module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> list[Any]:
     """What a joint graph returns; random numbers are the same in each call."""
-    module, _ = copied_module(module)
     torch.manual_seed(0)
-    found: Any = fx.Interpreter(with_seeds(module)).run(*[i.clone() for i in inputs])
-    return list(found)
-
-
-def copied_module(module: fx.GraphModule) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
-    """A copy to run, so that the original is left alone."""
-    graph, where = fx.Graph(), dict[fx.Node, fx.Node]()
-    graph.output(graph.graph_copy(module.graph, where))
-    return module_of(module, graph), where
+    run = fx.Interpreter(with_seeds(copy_module(module))).run
+    return list(run(*[i.clone() for i in inputs]))
 
 
 def compare(joint: JointGraph, *chosen: Site, seed: int = 0) -> tuple[list[Any], list[Any]]:
@@ -155,11 +149,10 @@ def compare(joint: JointGraph, *chosen: Site, seed: int = 0) -> tuple[list[Any],
 
 def stand_ins_of(joint: JointGraph, site: Site) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Old values and their stand-ins, in pairs."""
-    module, where = copied(joint)
-    pairs = [*site.insert(module.graph, where).items()]
-    last = module.graph.output_node()
-    nodes = [node for pair in pairs for node in pair]
-    last.args = (tuple(nodes),)
+    where: dict[fx.Node, fx.Node] = {}
+    module = copy_module(joint.module, where)
+    pairs = site.insert(module.graph, where).items()
+    module.graph.output_node().args = (tuple(node for pair in pairs for node in pair),)
     found = results(module, real_inputs(joint))
     return list(zip(found[::2], found[1::2], strict=True))
 
@@ -188,19 +181,11 @@ def shown(joint: JointGraph, *chosen: Site) -> str:
 def crossing(joint: JointGraph) -> list[fx.Node]:
     """What the forward has to save for the backward, where that computes the lazy nodes."""
     nodes = joint.module.graph.nodes
-    late = {
-        n
-        for n in nodes
-        if n.op not in ("output", "placeholder")
-        and joint.role[n] is not Role.FORWARD
-        and not saved_values.made_in_forward(joint, n)
-    }
-    return [
-        n
-        for n in nodes
-        if n not in late and n.op != "output" and n not in joint.tangents
-        if any(u in late for u in n.users)
-    ]  # fmt: skip
+    ends = ("output", "placeholder")
+    late = {n for n in nodes if n.op not in ends and joint.role[n] is not Role.FORWARD}
+    late = {n for n in late if not saved_values.made_in_forward(joint, n)}
+    early = [n for n in nodes if n not in late and n.op != "output" and n not in joint.tangents]
+    return [n for n in early if not late.isdisjoint(n.users)]
 
 
 def saved_bytes(joint: JointGraph) -> int:

@@ -42,7 +42,7 @@ from fxremat.runtime.chunks import convolutions
 
 _FORWARD = torch.ops.aten.convolution.default
 _BACKWARD = torch.ops.aten.convolution_backward.default
-_INPUT, _WEIGHT, _BIAS = range(3)
+_INPUT, _WEIGHT = range(2)
 
 
 def _is_known(call: fx.Node) -> bool:
@@ -109,15 +109,13 @@ def of_input(node: fx.Node) -> tuple[Any, ...]:
     (o - 1) s - 2 p + d (k - 1) + 1 + output_padding elements.
     """
     args: tuple[Any, ...] = node.args
-    out, size, kernel = ([*fake(n).shape[2:]] for n in args[:3])
-    steps, pads, gaps = ([int(value) for value in values] for values in args[4:7])
+    shapes = (fake(n).shape[2:] for n in args[:3])
+    how = steps, pads, gaps = [[int(value) for value in values] for values in args[4:7]]
     transposed, groups = args[7], args[9]
-    short = [0] * len(size)
-    if not transposed:
-        short = [
-            size[i] - ((out[i] - 1) * steps[i] - 2 * pads[i] + gaps[i] * (kernel[i] - 1) + 1)
-            for i in range(len(size))
-        ]
+    short = [
+        0 if transposed else size - ((out - 1) * step - 2 * pad + gap * (kernel - 1) + 1)
+        for out, size, kernel, step, pad, gap in zip(*shapes, *how, strict=True)
+    ]
     return steps, pads, gaps, not transposed, short, groups
 
 
@@ -126,18 +124,17 @@ def _insert_split(
 ) -> StandIns:
     """``used`` are the results of a backward that are read, by their place."""
     old = copies[node]
-    results = {place: copies[result] for place, result in used.items()}
     args: tuple[Any, ...] = old.args
     gradient, weight, mask = args[0], args[2], args[-1]
     found: StandIns = {}
     with graph.inserting_before(old.next):
         call = add_call(graph, _BACKWARD, (*args[:-1], [False, *mask[1:]]), old)
-        for place in (_WEIGHT, _BIAS):
-            if place in results:
-                item = add_call(graph, operator.getitem, (call, place), results[place])
-                found[results[place]] = item
+        for place in sorted(used.keys() - {_INPUT}):
+            result = copies[used[place]]
+            found[result] = add_call(graph, operator.getitem, (call, place), result)
         made = add_call(graph, _FORWARD, (gradient, weight, None, *of_input(node)), old)
-        found[results[_INPUT]] = laid_out_like(results[_INPUT], made, adder(graph, old))
+        result = copies[used[_INPUT]]
+        found[result] = laid_out_like(result, made, adder(graph, old))
     return found
 
 
@@ -148,11 +145,9 @@ def _find_split(joint: JointGraph) -> Iterator[Site]:
             continue
         used = {u.args[1]: u for u in node.users if u.target is operator.getitem and u.users}
         transposed, mask = node.args[7], node.args[10]
-        fits = (
-            not transposed and mask[_INPUT] and mask[_WEIGHT] and {_INPUT, _WEIGHT} <= used.keys()
-        )
+        both = mask[_INPUT] and mask[_WEIGHT] and {_INPUT, _WEIGHT} <= used.keys()
         sizes = [size for n in node.args[:3] for size in fake(n).shape]
-        if fits and all(isinstance(size, int) for size in sizes):
+        if both and not transposed and all(isinstance(size, int) for size in sizes):
             insert = partial(_insert_split, node, used)
             yield Site("split_gradients", f"split_gradients:{node.name}", insert)
 

@@ -69,42 +69,71 @@ def _is_elementwise(node: fx.Node) -> bool:
 
 
 @dataclass(frozen=True)
-class _Region:
-    """What the backward does with a gradient, element by element, up to ``last``.
-
-    ``nodes`` are those that read the gradient, directly or not, in the order of the graph;
-    ``factors`` is what else they read, numbers apart.
-    """
-
-    gradient: fx.Node
-    nodes: tuple[fx.Node, ...]
-    factors: tuple[fx.Node, ...]
-    numbers: tuple[fx.Node, ...]
-
-    @property
-    def last(self) -> fx.Node:
-        return self.nodes[-1]
-
-
-@dataclass(frozen=True)
-class _Factor:
-    """f as nodes of the graph, computed from ``x``: what a region multiplies the gradient by."""
+class _Product:
+    """A gradient times f(x), as ``nodes`` compute it, and tables of f by bits, once asked for."""
 
     x: fx.Node
+    gradient: fx.Node
+    last: fx.Node
     nodes: tuple[fx.Node, ...]
-    region: _Region
+    tables: dict[int, Steps] = field(default_factory=dict, compare=False)
 
     def __call__(self, grid: torch.Tensor, gradient: float = 1.0) -> torch.Tensor:
-        """What the region makes of a gradient, at the points of a grid of float64."""
-        start = self.region.gradient
-        ones = torch.full_like(grid, gradient, dtype=fake(start).dtype)
-        known: dict[fx.Node, Any] = {self.x: grid.to(fake(self.x).dtype), start: ones}
-        for node in (*self.region.numbers, *self.nodes, *self.region.nodes):
+        """What becomes of a gradient, at the points of a grid of float64."""
+        ones = torch.full_like(grid, gradient, dtype=fake(self.gradient).dtype)
+        known: dict[fx.Node, Any] = {self.x: grid.to(fake(self.x).dtype), self.gradient: ones}
+        for node in self.nodes:
             args, kwargs = fx.map_arg((node.args, node.kwargs), known.__getitem__)
             kwargs = {**kwargs, "device": grid.device} if "device" in kwargs else kwargs
             known[node] = node.target(*args, **kwargs)  # type: ignore[operator]
-        found: torch.Tensor = known[self.region.last]
+        found: torch.Tensor = known[self.last]
         return found.double()
+
+    def is_linear(self) -> bool:
+        """Whether the gradient is multiplied by f: tried out, as precise as its dtype is."""
+        one = self(_grid())
+        slack = 8 * torch.finfo(fake(self.last).dtype).eps
+        near = slack * float(one.abs().max())
+        return all(
+            torch.allclose(self(_grid(), scale), one * scale, rtol=slack, atol=near)
+            for scale in (0.0, -1.0, 3.5)
+        )
+
+    def is_flat_outside(self) -> bool:
+        """Whether f stays where it is at the ends of the grid.
+
+        What is small altogether may grow, as 2 x / n does. So the measure is how large f becomes
+        within the grid.
+        """
+        far = torch.tensor([-4.0, -2.0, -1.25, -1.0, 1.0, 1.25, 2.0, 4.0], dtype=torch.float64)
+        found = self(far * REACH)
+        ends = torch.where(far < 0, found[3], found[4])
+        near = (found - ends).abs() <= MEASURABLE * self(_grid()).abs().max()
+        return bool(near.all()) and bool(found.isfinite().all())
+
+    def table(self, bits: int) -> Steps:
+        if bits not in self.tables:
+            with outside_fake_mode():
+                grid = _grid(POINTS)
+                steps = refined(optimal_steps(grid, self(grid), 2**bits), grid, self)
+                dtype = fake(self.x).dtype  # what the values are compared in
+                exact = torch.tensor(steps.boundaries, dtype=grid.dtype).to(dtype).tolist()
+                self.tables[bits] = replace(steps, boundaries=tuple(exact))
+        return self.tables[bits]
+
+    def insert(self, graph: fx.Graph, where: Mapping[fx.Node, fx.Node], *, bits: int) -> StandIns:
+        """Save which level, and multiply the gradient by it."""
+        table = self.table(bits)
+        x, last, gradient = (where[n] for n in (self.x, self.last, self.gradient))
+        inserter = Inserter(graph, x, last, last)
+        planes = planes_of(inserter.early, x, table.boundaries)
+        found = derivative(inserter.late, planes, table.levels, fake(x))
+        factors = (as_dtype(inserter.late, n, fake(last).dtype) for n in (gradient, found))
+        product = inserter.late(_ATEN.mul.Tensor, *factors)
+        return {last: laid_out_like(last, product, inserter.late)}
+
+
+# --- finding -----------------------------------------------------------------------------
 
 
 def _narrowings(
@@ -135,110 +164,58 @@ def _grid(points: int = 101) -> torch.Tensor:
     return torch.linspace(-REACH, REACH, points, dtype=torch.float64)
 
 
-def _is_linear(factor: _Factor) -> bool:
-    """Whether the gradient is multiplied by f: tried out, as precise as its dtype is."""
-    one = factor(_grid())
-    slack = 8 * torch.finfo(fake(factor.region.last).dtype).eps
-    near = slack * float(one.abs().max())
-    return all(
-        torch.allclose(factor(_grid(), scale), one * scale, rtol=slack, atol=near)
-        for scale in (0.0, -1.0, 3.5)
-    )
-
-
-def _is_flat_outside(factor: _Factor) -> bool:
-    """Whether f stays where it is at the ends; what is small altogether may grow, as 2 x / n does.
-
-    So the measure is how large f becomes within the grid.
-    """
-    far = torch.tensor([-4.0, -2.0, -1.25, -1.0, 1.0, 1.25, 2.0, 4.0], dtype=torch.float64) * REACH
-    found = factor(far)
-    ends = torch.where(far < 0, found[3], found[4])
-    near = (found - ends).abs() <= MEASURABLE * factor(_grid()).abs().max()
-    return bool(near.all()) and bool(found.isfinite().all())
-
-
-def _function(region: _Region, joint: JointGraph) -> _Factor | None:
-    """f as a function of the nearest fitting value of the forward; None without one."""
-    shape, inside = fake(region.last).shape, dict[fx.Node, None]()
+def _product(
+    joint: JointGraph, last: fx.Node, gradient: fx.Node, region: set[fx.Node], read: set[fx.Node]
+) -> _Product | None:
+    """With f as a function of the nearest fitting value of the forward; None without one."""
+    shape, inside = fake(last).shape, set[fx.Node]()
 
     def sources(node: fx.Node) -> list[fx.Node] | None:
         if not _is_elementwise(node) or (fake(node).dim() and fake(node).shape != shape):
             return None
-        numbers = [source for source in node.all_input_nodes if _is_number(source)]
-        inside.update(dict.fromkeys((node, *numbers)))
+        numbers = set(filter(_is_number, node.all_input_nodes))
+        inside.update((node, *numbers))
         return [source for source in node.all_input_nodes if source not in numbers]
 
-    for x in _narrowings(region.factors, sources):
+    for x in _narrowings(read, sources):
         if fake(x).dtype == torch.bool:  # a mask: `packed_bits` saves it exactly
             return None
         if not made_in_forward(joint, x) or fake(x).shape != shape or not inside:
             continue
         if not is_float(x) or x.target is _PRIMS.convert_element_type.default:
             continue
-        factor = _Factor(x, tuple(sorted(inside)), region)
+        found = _Product(x, gradient, last, tuple(sorted(region | inside)))
         with outside_fake_mode():
-            if has_order(x) and _is_flat_outside(factor) and _is_linear(factor):
-                return factor
+            if has_order(x) and found.is_flat_outside() and found.is_linear():
+                return found
     return None
 
 
-# --- sites -------------------------------------------------------------------------------
-
-
-def _regions(joint: JointGraph, last: fx.Node) -> Iterator[_Region]:
+def _regions(
+    joint: JointGraph, last: fx.Node
+) -> Iterator[tuple[fx.Node, set[fx.Node], set[fx.Node]]]:
     """What lies between one gradient and ``last``, where that is all elementwise; small ones first.
 
-    No node inside is read from outside.
+    A gradient, the nodes that read it, directly or not, with numbers that these read, and what else
+    they read. No node inside is read from outside.
     """
-    inside: list[fx.Node] = []
-    others: dict[fx.Node, None] = {}
+    inside: set[fx.Node] = set()
+    others: set[fx.Node] = set()
 
     def sources(node: fx.Node) -> list[fx.Node] | None:
-        alone = node is last or all(user in inside for user in node.users)
+        alone = node is last or inside.issuperset(node.users)
         if not alone or not _is_elementwise(node) or fake(node).shape != fake(last).shape:
             return None
-        inside.append(node)
+        inside.add(node)
         late = [n for n in node.all_input_nodes if joint.role[n] is Role.BACKWARD]
-        others.update(dict.fromkeys(n for n in node.all_input_nodes if n not in late))
+        others.update(n for n in node.all_input_nodes if n not in late)
         return late
 
     for gradient in _narrowings([last], sources):
-        factors = tuple(n for n in others if not _is_number(n))
-        numbers = tuple(n for n in others if _is_number(n))
+        numbers = set(filter(_is_number, others))
         is_like = is_tensor(gradient) and fake(gradient).shape == fake(last).shape
-        if inside and factors and is_like:
-            yield _Region(gradient, tuple(reversed(inside)), factors, numbers)
-
-
-@dataclass
-class _Product:
-    """A gradient times f(x), and the tables of f by bits, made when first asked for."""
-
-    function: _Factor
-    tables: dict[int, Steps] = field(default_factory=dict)
-
-    def table(self, bits: int) -> Steps:
-        if bits not in self.tables:
-            with outside_fake_mode():
-                grid = _grid(POINTS)
-                steps = optimal_steps(grid, self.function(grid), 2**bits)
-                steps = refined(steps, grid, self.function)
-                dtype = fake(self.function.x).dtype  # what the values are compared in
-                exact = torch.tensor(steps.boundaries, dtype=grid.dtype).to(dtype).tolist()
-                self.tables[bits] = replace(steps, boundaries=tuple(exact))
-        return self.tables[bits]
-
-    def insert(self, graph: fx.Graph, where: Mapping[fx.Node, fx.Node], *, bits: int) -> StandIns:
-        """Save which level, and multiply the gradient by it."""
-        region, table = self.function.region, self.table(bits)
-        x, last, gradient = (where[n] for n in (self.function.x, region.last, region.gradient))
-        inserter = Inserter(graph, x, last, last)
-        planes = planes_of(inserter.early, x, table.boundaries)
-        found = derivative(inserter.late, planes, table.levels, fake(x))
-        factors = (as_dtype(inserter.late, n, fake(last).dtype) for n in (gradient, found))
-        product = inserter.late(_ATEN.mul.Tensor, *factors)
-        return {last: laid_out_like(last, product, inserter.late)}
+        if inside and others - numbers and is_like:
+            yield gradient, inside | numbers, others - numbers
 
 
 def planes_of(add: Add, x: fx.Node, boundaries: Sequence[float]) -> list[fx.Node]:
@@ -287,10 +264,10 @@ def products(joint: JointGraph) -> list[_Product]:
         if last in inside or not is_late or not is_large(last) or not is_float(last):
             continue
         for region in reversed(list(_regions(joint, last))):
-            function = _function(region, joint)
-            if function is not None:
-                found.append(_Product(function))
-                inside.update(region.nodes)
+            product = _product(joint, last, *region)
+            if product is not None:
+                found.append(product)
+                inside |= region[1]
                 break
     return found[::-1]
 
@@ -298,7 +275,7 @@ def products(joint: JointGraph) -> list[_Product]:
 def find_few_bit(joint: JointGraph) -> Iterator[Site]:
     for product in products(joint):
         for bits in range(1, MOST_BITS + 1):
-            name = f"few_bit_activation:{product.function.region.last.name}:{bits}bit"
+            name = f"few_bit_activation:{product.last.name}:{bits}bit"
             yield Site("few_bit_activation", name, partial(product.insert, bits=bits))
 
 

@@ -23,10 +23,9 @@ on whose side y is silent. Chains in which a result was rounded to a narrower dt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import fx
@@ -37,8 +36,10 @@ from fxremat.passes.variants.insertion import Rule, Site, StandIns
 from fxremat.passes.variants.saved_values import Inserter
 
 _ATEN = torch.ops.aten
-Step = tuple[fx.Node, Any, fx.Node]
-"""A node, and the call that gives it: the one behind it and an operand of the forward."""
+Rebuild = Callable[..., fx.Node]
+"""Given where to add calls, what is there already and values of the forward, rebuilds another."""
+Step = tuple[fx.Node, Rebuild, tuple[fx.Node, ...]]
+"""A node, how it is rebuilt, and the values of the forward that this takes."""
 
 
 def _late_readers(joint: JointGraph, node: fx.Node) -> list[fx.Node]:
@@ -63,10 +64,6 @@ def _first_reader(joint: JointGraph, output: fx.Node, rebuilt: Iterable[fx.Node]
     return first if first > output else None
 
 
-Rebuild = Callable[[Add, fx.Node], fx.Node]
-
-# --- norms -------------------------------------------------------------------------------
-
 _UNDO = {
     _ATEN.mul.Tensor: _ATEN.div.Tensor,
     _ATEN.add.Tensor: _ATEN.sub.Tensor,
@@ -74,36 +71,31 @@ _UNDO = {
 }
 
 
-@dataclass(frozen=True)
-class _WayBack:
-    """What is made from an output: of an activation, what its derivative needs (``activated``).
+def _rebuild(
+    output: fx.Node,
+    reader: fx.Node,
+    activated: Iterable[Step],
+    steps: Iterable[Step],
+    read: Container[fx.Node],
+    graph: fx.Graph,
+    where: Mapping[fx.Node, fx.Node],
+) -> StandIns:
+    """Make from an output each of ``activated``, then ``steps`` back, one from another.
 
-    Then the steps back from that of a norm, from behind a leaky ReLU if there is one; ``read`` are
-    the nodes on the way that get stand-ins.
+    ``read`` are the nodes on the way that get stand-ins, before their first ``reader``.
     """
+    output, reader = where[output], where[reader]
+    add = Inserter(graph, output, reader, reader).late
+    found = {where[old]: rebuild(add, output) for old, rebuild, _ in activated}
+    for old, rebuild, operands in steps:
+        output = rebuild(add, output, *map(where.__getitem__, operands))
+        if old in read:
+            found[where[old]] = output
+    return found
 
-    output: fx.Node
-    first_reader: fx.Node
-    activated: tuple[tuple[fx.Node, Rebuild], ...]
-    leaky: _Leaky | None = None
-    steps: tuple[Step, ...] = ()
-    read: frozenset[fx.Node] = frozenset()
 
-    def insert(self, graph: fx.Graph, where: Mapping[fx.Node, fx.Node]) -> StandIns:
-        output, reader = where[self.output], where[self.first_reader]
-        add = Inserter(graph, output, reader, reader).late
-        current, found = output, dict[fx.Node, fx.Node]()
-        for old, make in self.activated:
-            found[where[old]] = make(add, current)
-        if self.leaky is not None:
-            current = self.leaky.undo(add, current)
-            if self.leaky.input in self.read:
-                found[where[self.leaky.input]] = current
-        for old, target, operand in self.steps:
-            current = add(target, current, where[operand])
-            if old in self.read:
-                found[where[old]] = current
-        return found
+def _apply(target: Any, add: Add, y: fx.Node, other: Any) -> fx.Node:
+    return add(target, y, other)
 
 
 def _is_float(node: Any) -> bool:
@@ -133,7 +125,7 @@ def _norm(output: fx.Node) -> tuple[list[Step], bool]:
         large, small = found
         if divided and node.target is not _ATEN.sub.Tensor:
             break
-        steps.append((large, _UNDO[node.target], small))  # type: ignore[index]
+        steps.append((large, partial(_apply, _UNDO[node.target]), (small,)))  # type: ignore[index]
         if divided:
             break
         divided = node.target is _ATEN.mul.Tensor and root(small).target is _ATEN.rsqrt.default
@@ -149,47 +141,46 @@ def _find_norms(rule: str, want_scaled: bool, joint: JointGraph) -> Iterator[Sit
         steps_on = (_step(u) for u in output.users if joint.role.get(u) is Role.FORWARD)
         if any(found is not None and found[0] is output for found in steps_on):
             continue
-        leaky = _leaky(output)
-        steps, scaled = _norm(output if leaky is None else leaky.input)
+        before, slope = _leaky(output)
+        steps, scaled = _norm(before or output)
         read = [old for old, *_ in steps if _late_readers(joint, old)]
         if not read or scaled is not want_scaled:
             continue
-        needed = steps[: 1 + max(i for i, step in enumerate(steps) if step[0] in read)]
-        activated = () if leaky is None else tuple(_rebuilt(joint, output))
-        masks = [old for old, _ in activated]
-        if leaky is not None and set(_late_readers(joint, leaky.input)) - {*masks}:
-            read.append(leaky.input)
+        steps = steps[: 1 + max(i for i, step in enumerate(steps) if step[0] in read)]
+        activated = [] if before is None else _rebuilt(joint, output)
+        masks = [old for old, *_ in activated]
+        if before is not None:
+            steps.insert(0, (before, partial(_without_slope, slope), ()))
+            read += [before] if {*_late_readers(joint, before)} - {*masks} else []
         first = _first_reader(joint, output, [*read, *masks])
         if first is not None:
-            way = _WayBack(output, first, activated, leaky, tuple(needed), frozenset(read))
-            yield Site(rule, f"{rule}:{output.name}", way.insert)
+            insert = partial(_rebuild, output, first, activated, steps, read)
+            yield Site(rule, f"{rule}:{output.name}", insert)
 
 
 # --- activations -------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Leaky:
-    """A leaky ReLU of ``input``."""
-
-    input: fx.Node
-    slope: float
-
-    def undo(self, add: Add, output: fx.Node) -> fx.Node:
-        low = add(_ATEN.div.Tensor, output, self.slope)
-        return add(_ATEN.where.self, add(_ATEN.gt.Scalar, output, 0), output, low)
-
-
-def _leaky(output: fx.Node) -> _Leaky | None:
-    """The leaky ReLU that a node is the output of, if it is one with a positive slope."""
+def _activation(output: fx.Node) -> tuple[Any, Any, Any]:
+    """x, b and z of ``where(x > b, x, z)``, all in one type of floats; or nothing of it."""
     if not _calls(output, _ATEN.where.self) or not _calls(output.args[0], _ATEN.gt.Scalar):
-        return None
+        return None, None, None
     mask, above, below = output.args
-    inner, slope = _scaled(below)  # type: ignore[arg-type]
     x, bound = mask.args  # type: ignore[union-attr]
-    is_one = x is above is inner and bound == 0 and slope > 0 and _is_float(x)
-    same = is_one and fake(x).dtype == fake(output).dtype  # type: ignore[arg-type]
-    return _Leaky(x, slope) if same else None  # type: ignore[arg-type]
+    fits = _is_float(x) and _is_same(above, x) and fake(x).dtype == fake(output).dtype  # type: ignore[arg-type]
+    return (x, bound, below) if fits else (None, None, None)
+
+
+def _leaky(output: fx.Node) -> tuple[fx.Node | None, float]:
+    """The input of a leaky ReLU and its slope, if that is above 0; None for all else."""
+    x, bound, below = _activation(output)
+    inner, slope = _scaled(below)
+    return (x, slope) if bound == 0 and inner is x and slope > 0 else (None, 0.0)
+
+
+def _without_slope(slope: float, add: Add, y: fx.Node) -> fx.Node:
+    low = add(_ATEN.div.Tensor, y, slope)
+    return add(_ATEN.where.self, add(_ATEN.gt.Scalar, y, 0), y, low)
 
 
 def _is_same(node: Any, x: fx.Node) -> bool:
@@ -202,7 +193,7 @@ def _calls(node: Any, target: Any) -> bool:
     return isinstance(node, fx.Node) and node.target is target
 
 
-def _scaled(node: fx.Node) -> tuple[Any, float]:
+def _scaled(node: Any) -> tuple[Any, float]:
     """What is multiplied, and the factor; 0 where there is none. torch 2.15 leaves out a one."""
     if _calls(node, _ATEN.expm1.default):
         return node, 1.0
@@ -210,52 +201,38 @@ def _scaled(node: fx.Node) -> tuple[Any, float]:
     return inner, scale if isinstance(scale, float) else 0.0
 
 
-def _compare(target: Any, bound: Any, add: Add, y: fx.Node) -> fx.Node:
-    return add(target, y, bound)
-
-
 def _exp_of_elu(scale: float, add: Add, y: fx.Node) -> fx.Node:
     low = add(_ATEN.add.Tensor, add(_ATEN.div.Tensor, y, scale), 1.0)
     return add(_ATEN.where.self, add(_ATEN.gt.Scalar, y, 0), add(_ATEN.exp.default, y), low)
 
 
-def _exp_from(output: fx.Node, x: fx.Node) -> Rebuild | Literal["no exponential"] | None:
-    """How exp(x) comes from the output of an activation of x; None if it is none that we know."""
-    mask, above, below = output.args
-    assert isinstance(mask, fx.Node)
-    if not _is_same(above, x) or not isinstance(below, fx.Node):
-        return None
-    if mask.args[1] == 20 and _calls(below, _ATEN.log1p.default):
+def _exponential(output: fx.Node) -> Rebuild | None:
+    """How exp(x) comes from the output of an ELU or a softplus of x; None for all else."""
+    x, bound, below = _activation(output)
+    if bound == 20 and _calls(below, _ATEN.log1p.default):
         inner = below.args[0]
         exact = fake(output).dtype == torch.float32 and _calls(inner, _ATEN.exp.default)
-        fits = exact and _is_same(inner.args[0], x)  # type: ignore[union-attr]
-        return (lambda add, y: add(_ATEN.expm1.default, y)) if fits else None
+        is_softplus = exact and _is_same(inner.args[0], x)
+        return (lambda add, y: add(_ATEN.expm1.default, y)) if is_softplus else None
     inner, scale = _scaled(below)
-    if mask.args[1] != 0 or scale <= 0:
-        return None
-    if _calls(inner, _ATEN.expm1.default) and _is_same(inner.args[0], x):
-        return partial(_exp_of_elu, scale)
-    return "no exponential" if inner is x else None
+    is_elu = bound == 0 and scale > 0 and _calls(inner, _ATEN.expm1.default)
+    return partial(_exp_of_elu, scale) if is_elu and _is_same(inner.args[0], x) else None
 
 
-def _rebuilt(joint: JointGraph, output: fx.Node) -> list[tuple[fx.Node, Rebuild]]:
+def _rebuilt(joint: JointGraph, output: fx.Node) -> list[Step]:
     """What the backward reads of an activation's input that its output gives as well."""
-    mask = output.args[0]
-    if not _calls(mask, _ATEN.gt.Scalar) or not _is_float(mask.args[0]):  # type: ignore[union-attr]
+    x, bound, _ = _activation(output)
+    exponential = _exponential(output)
+    if exponential is None and _leaky(output)[0] is None:
         return []
-    x, bound = mask.args  # type: ignore[union-attr]
-    assert isinstance(x, fx.Node)
-    exponential = _exp_from(output, x)
-    if exponential is None or fake(x).dtype != fake(output).dtype:
-        return []
-    found: list[tuple[fx.Node, Rebuild]] = []
+    found: list[Step] = []
     for same in (x, *(u for u in x.users if _is_same(u, x))):
         for node in same.users:
             if node.target in (_ATEN.gt.Scalar, _ATEN.le.Scalar) and node.args[1] == bound:
-                found.append((node, partial(_compare, node.target, bound)))
-            elif node.target is _ATEN.exp.default and callable(exponential):
-                found.append((node, exponential))
-    return [(node, make) for node, make in found if _late_readers(joint, node)]
+                found.append((node, partial(_apply, node.target, other=bound), ()))
+            elif node.target is _ATEN.exp.default and exponential is not None:
+                found.append((node, exponential, ()))
+    return [step for step in found if _late_readers(joint, step[0])]
 
 
 def _find_activations(joint: JointGraph) -> Iterator[Site]:
@@ -263,10 +240,10 @@ def _find_activations(joint: JointGraph) -> Iterator[Site]:
         if output.target is not _ATEN.where.self or joint.role[output] is not Role.FORWARD:
             continue
         rebuild = _rebuilt(joint, output)
-        first = _first_reader(joint, output, [node for node, _ in rebuild])
+        first = _first_reader(joint, output, [node for node, *_ in rebuild])
         if first is not None:
-            way = _WayBack(output, first, tuple(rebuild))
-            yield Site(_ACTIVATION, f"{_ACTIVATION}:{output.name}", way.insert)
+            insert = partial(_rebuild, output, first, rebuild, (), ())
+            yield Site(_ACTIVATION, f"{_ACTIVATION}:{output.name}", insert)
 
 
 _EXACT, _SCALED = "norm_from_output", "scaled_norm_from_output"

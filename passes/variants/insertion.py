@@ -19,7 +19,7 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import fx
@@ -161,22 +161,10 @@ def _held_bytes(node: fx.Node) -> int:
 def insert_all(joint: JointGraph, sites: Iterable[Site]) -> GraphWithVariants:
     """All sites put into a copy of the graph; nothing that was there reads what is new."""
     copies: dict[fx.Node, fx.Node] = {}
-    module = copy_module(joint.module, copies)
-    role = {copies[node]: role for node, role in joint.role.items() if node in copies}
-    role[module.graph.output_node()] = joint.role[joint.module.graph.output_node()]
-    returned = [copies[node] for node in joint.forward_outputs]
-    inserting = _Inserting(module.graph, copies, role, returned)
+    copied = read_joint_graph(copy_module(joint.module, copies), joint.num_forward_outputs)
+    inserting = _Inserting(copied, copies)
     inserted = tuple(map(inserting.insert, sites))
-    module.graph.lint()
-    copied = replace(
-        joint,
-        module=module,
-        role=role,
-        primals=tuple(copies[node] for node in joint.primals),
-        tangents=tuple(copies[node] for node in joint.tangents),
-        results=tuple(copies[r] if isinstance(r, fx.Node) else r for r in joint.results),
-        mutated=frozenset(copies[node] for node in joint.mutated),
-    )
+    copied.module.graph.lint()
     return GraphWithVariants(copied, inserted)
 
 
@@ -189,26 +177,22 @@ def take_with_inserted(
     joint: JointGraph, sites: Sequence[Site]
 ) -> tuple[JointGraph, tuple[InsertedVariant, ...]]:
     offered = insert_all(joint, sites)
-    graph, results = offered.joint.module.graph, list(offered.joint.results)
+    module, role, results = offered.joint.module, offered.joint.role, list(offered.joint.results)
     for variant in offered.inserted:
         for node in variant.nodes:
-            if offered.joint.role[node] is Role.FORWARD:
+            if role[node] is Role.FORWARD:
                 node.meta[IN_FORWARD] = True
         for old, reader in list(variant.redirected()):
             reader.replace_input_with(old, variant.read_by(reader, old))
-        results = [
-            variant.result(one, index < joint.num_forward_outputs)
-            if isinstance(one, fx.Node)
-            else one
-            for index, one in enumerate(results)
-        ]
+        for index, one in enumerate(results):
+            if isinstance(one, fx.Node):
+                results[index] = variant.result(one, index < joint.num_forward_outputs)
     new = [node for variant in offered.inserted for node in variant.nodes]
-    _move_to_readers([node for node in new if offered.joint.role[node] is not Role.FORWARD])
-    _sort(graph)
-    graph.output_node().args = (tuple(results),)
-    graph.eliminate_dead_code()
-    graph.lint()
-    module = offered.joint.module
+    _move_to_readers([node for node in new if role[node] is not Role.FORWARD])
+    _sort(module.graph)
+    module.graph.output_node().args = (tuple(results),)
+    module.graph.eliminate_dead_code()
+    module.graph.lint()
     module.recompile()
     return read_joint_graph(module, joint.num_forward_outputs), offered.inserted
 
@@ -219,22 +203,24 @@ class _Inserting:
     What is asked of the whole graph is kept up, and not looked for again at each of many sites.
     """
 
-    def __init__(
-        self,
-        graph: fx.Graph,
-        copies: Mapping[fx.Node, fx.Node],
-        role: dict[fx.Node, Role],
-        forward_results: Sequence[fx.Node],
-    ) -> None:
-        self.graph, self.copies, self.role = graph, copies, role
-        self.forward_results = forward_results
-        self.known = set(graph.nodes)
-        self.ancestry = Ancestry(graph.nodes)
-        calls = [node for node in graph.nodes if node.op == "call_function"]
-        self.last = max((n for n in calls if role[n] is Role.FORWARD), default=None)
+    def __init__(self, joint: JointGraph, copies: Mapping[fx.Node, fx.Node]) -> None:
+        self.graph, self.copies, self.role = joint.module.graph, copies, joint.role
+        self.forward_results = joint.forward_outputs
+        self.known = set(self.graph.nodes)
+        self.ancestry = Ancestry(self.graph.nodes)
+        self.last: fx.Node | None = None
         """The last node of the forward."""
-        self.first = min((n for n in calls if role[n] is Role.BACKWARD), default=None)
+        self.first: fx.Node | None = None
         """The first node that depends on a tangent."""
+        self._see(self.graph.nodes)
+
+    def _see(self, nodes: Iterable[fx.Node]) -> None:
+        """Where the forward ends and the backward begins, with these as well."""
+        for node in nodes:
+            if node.op == "call_function" and self.role[node] is Role.FORWARD:
+                self.last = node if self.last is None else max(self.last, node)
+            elif node.op == "call_function" and self.role[node] is Role.BACKWARD:
+                self.first = node if self.first is None else min(self.first, node)
 
     def insert(self, site: Site) -> InsertedVariant:
         found, role = site.insert(self.graph, self.copies), self.role
@@ -295,11 +281,7 @@ class _Inserting:
                 role[node] = Role.LAZY
             else:
                 role[node] = Role.FORWARD
-        calls = [node for node in nodes if node.op == "call_function"]
-        forward = [node for node in calls if role[node] is Role.FORWARD]
-        backward = [node for node in calls if role[node] is Role.BACKWARD]
-        self.last = max(filter(None, (self.last, *forward)), default=None)
-        self.first = min(filter(None, (self.first, *backward)), default=None)
+        self._see(nodes)
 
 
 def _move_to_readers(nodes: Sequence[fx.Node]) -> None:

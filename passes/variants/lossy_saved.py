@@ -27,7 +27,6 @@ saved bytes. Sites are products of which nothing else in the backward reads X.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from zlib import crc32
@@ -93,19 +92,11 @@ def is_read_exactly(saved: Saved) -> bool:
     return False
 
 
-def _is_wide(node: fx.Node) -> bool:
-    return _is_value(node) and fake(node).dtype in (torch.float32, torch.float64)
-
-
 def takes_fp8(device: torch.device) -> bool:
     """Whether the device converts to fp8 and back: GPUs do from compute capability 8.9 on."""
     if device.type == "cuda":
         return torch.cuda.is_available() and torch.cuda.get_device_capability(device) >= (8, 9)
     return device.type == "cpu"
-
-
-def _is_fp8_value(node: fx.Node) -> bool:
-    return _is_value(node) and takes_fp8(fake(node).device)
 
 
 def _column(add: Add, vector: fx.Node) -> fx.Node:
@@ -156,31 +147,30 @@ _form = partial(
 # --- random matmul -----------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _WeightGradient:
-    """A product ``left @ right`` over the rows of a saved value, on one side of it or the other.
+def _insert_sketches(
+    product: fx.Node,
+    saved: fx.Node,
+    late: fx.Node,
+    is_left: bool,
+    graph: fx.Graph,
+    where: Mapping[fx.Node, fx.Node],
+    *,
+    part: float,
+) -> StandIns:
+    """Sketch the saved matrix early, the other one late, and multiply what is left.
 
-    ``saved`` is the matrix of the forward, with the rows that are summed over first; ``late`` is
-    the other factor as the product reads it.
+    The product is ``saved.T @ late`` (``is_left``) or ``late @ saved``; ``saved`` is the matrix of
+    the forward, with the rows that are summed over first.
     """
-
-    product: fx.Node
-    saved: fx.Node
-    late: fx.Node
-    is_left: bool
-
-    def insert(self, graph: fx.Graph, where: Mapping[fx.Node, fx.Node], *, part: float) -> StandIns:
-        """Sketch the saved matrix early, the other one late, and multiply what is left."""
-        product, saved, late = (where[n] for n in (self.product, self.saved, self.late))
-        rows = max(1, round(part * fake(saved).shape[0]))
-        inserter = Inserter(graph, saved, product, product)
-        small, salt = inserter.pair(quantised.sketch, saved, rows, seed_of(saved))
-        add = inserter.late
-        if self.is_left:  # saved.T @ late
-            other = add(quantised.sketch_again, late, rows, salt)
-            return {product: add(_ATEN.mm.default, _turned(add, small), other)}
-        other = add(quantised.sketch_again, _turned(add, late), rows, salt)
-        return {product: add(_ATEN.mm.default, _turned(add, other), small)}
+    product, saved, late = (where[n] for n in (product, saved, late))
+    rows = max(1, round(part * fake(saved).shape[0]))
+    inserter = Inserter(graph, saved, product, product)
+    small, salt = inserter.pair(quantised.sketch, saved, rows, seed_of(saved))
+    add = inserter.late
+    late = late if is_left else _turned(add, late)
+    other = add(quantised.sketch_again, late, rows, salt)
+    left, right = (small, other) if is_left else (other, small)
+    return {product: add(_ATEN.mm.default, _turned(add, left), right)}
 
 
 def _turned(add: Add, matrix: fx.Node) -> fx.Node:
@@ -198,32 +188,22 @@ def _is_view_of(node: fx.Node, value: fx.Node) -> bool:
     return node is value
 
 
-def _weight_gradient(joint: JointGraph, saved: Saved) -> _WeightGradient | None:
-    """The one product that reads a saved value in the backward, if that is how it is read."""
-    product, read = saved.first_reader, saved.read[0]
-    alone = saved.readers == (product,) and len(saved.read) == 1
-    if not alone or product.target is not _ATEN.mm.default or not _is_view_of(read, saved.value):
-        return None
-    left, right = (n for n in product.args if isinstance(n, fx.Node))
-    late, matrix = (right, left) if read is left else (left, right)
-    if read is left:
-        if not _is_turned(left):
-            return None
-        matrix = left.all_input_nodes[0]
-    if joint.role[late] is not Role.BACKWARD or not is_large(matrix):
-        return None
-    return _WeightGradient(product, matrix, late, read is left)
-
-
 def find_random_matmuls(joint: JointGraph) -> Iterator[Site]:
     """Weight gradients whose saved matrix is read by nothing else in the backward."""
     for saved in saved_values(joint, _is_value):
-        found = _weight_gradient(joint, saved)
-        if found is None:
+        product, *others = saved.readers
+        read, *more = saved.read
+        if others or more or product.target is not _ATEN.mm.default:
             continue
-        for form, part in ROWS.items():
-            name = f"random_matmul:{found.product.name}:{form}"
-            yield Site("random_matmul", name, partial(found.insert, part=part))
+        left, right = (n for n in product.args if isinstance(n, fx.Node))
+        is_left = read is left
+        if not _is_view_of(read, saved.value) or (is_left and not _is_turned(left)):
+            continue
+        late, matrix = (right, left.all_input_nodes[0]) if is_left else (left, right)
+        if joint.role[late] is Role.BACKWARD and is_large(matrix):
+            for form, part in ROWS.items():
+                insert = partial(_insert_sketches, product, matrix, late, is_left, part=part)
+                yield Site("random_matmul", f"random_matmul:{product.name}:{form}", insert)
 
 
 RULES: tuple[Rule, ...] = (
@@ -232,8 +212,14 @@ RULES: tuple[Rule, ...] = (
         "saved_4bit", "values saved in 4 bits, by blocks", partial(through_blocks, width=4),
         by_default=False,  # results/variants_convergence.json: a GPT diverged
     ),
-    _form("saved_fp8", "values saved in fp8, scaled by blocks", through_fp8, accepts=_is_fp8_value),
-    _form("saved_bf16", "float32 values saved in bfloat16", through_bf16, accepts=_is_wide),
+    _form(
+        "saved_fp8", "values saved in fp8, scaled by blocks", through_fp8,
+        accepts=lambda node: _is_value(node) and takes_fp8(fake(node).device),
+    ),
+    _form(
+        "saved_bf16", "float32 values saved in bfloat16", through_bf16,
+        accepts=lambda node: _is_value(node) and fake(node).dtype.itemsize > 2,
+    ),
     few_bit.RULE,
     Rule(
         "random_matmul", "weight gradients from random combinations of rows", find_random_matmuls,

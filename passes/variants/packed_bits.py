@@ -17,15 +17,22 @@ of the loops around them, as vectors on the CPU too.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from math import prod
 
 import torch
 from torch import fx
 
 from fxremat.core.constants import LOOSE_PACKING
-from fxremat.passes.joint_graph import JointGraph, Role, is_repeatable, is_tensor, is_view
+from fxremat.passes.joint_graph import (
+    JointGraph,
+    Role,
+    is_repeatable,
+    is_tensor,
+    is_view,
+    reached,
+)
 from fxremat.passes.materialisation import is_fusable
 from fxremat.passes.nodes import Add, copy_calls, fake
 from fxremat.passes.variants.insertion import Rule, Site, StandIns
@@ -115,52 +122,41 @@ def _is_mask(node: fx.Node) -> bool:
     return fake(node).dtype == torch.bool and is_large(node)
 
 
-def _through_bits(inserter: Inserter, mask: fx.Node) -> fx.Node:
-    return unpack(inserter.late, pack(inserter.early, mask), fake(mask))
-
-
 # --- masks that only the backward computes -----------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Comparison:
-    """A mask of the backward, and the nodes that compute it from values of the forward."""
-
-    mask: fx.Node
-    cone: tuple[fx.Node, ...]
-    last_read: fx.Node
-
-    def insert(self, graph: fx.Graph, where: Mapping[fx.Node, fx.Node]) -> StandIns:
-        """Compute the mask early as well, pack it there, and unpack it where it is read."""
-        mask, last = where[self.mask], where[self.last_read]
-        inserter = Inserter(graph, last, mask, mask)
-        new: dict[fx.Node, fx.Node] = {}
-        copy_calls(inserter.early, map(where.__getitem__, self.cone), new)
-        packed = pack(inserter.early, new[mask])
-        with graph.inserting_after(mask):
-            late = Inserter(graph, last, mask.next, mask).late
-        return {mask: unpack(late, packed, fake(mask))}
+def _insert_early(
+    mask: fx.Node,
+    cone: Iterable[fx.Node],
+    last_read: fx.Node,
+    graph: fx.Graph,
+    where: Mapping[fx.Node, fx.Node],
+) -> StandIns:
+    """Compute a mask early as well, by its ``cone``, pack it there, and unpack it at its place."""
+    old, last = where[mask], where[last_read]
+    inserter = Inserter(graph, last, old, old)
+    new: dict[fx.Node, fx.Node] = {}
+    copy_calls(inserter.early, map(where.__getitem__, cone), new)
+    packed = pack(inserter.early, new[old])
+    return {old: unpack(Inserter(graph, last, old.next, old).late, packed, fake(old))}
 
 
-def _cone(joint: JointGraph, mask: fx.Node) -> tuple[set[fx.Node], set[fx.Node]] | None:
+def _cone(joint: JointGraph, mask: fx.Node) -> tuple[set[fx.Node], set[fx.Node]]:
     """What computes ``mask`` in the backward alone, and what of the forward that reads.
 
-    None where some of it is more than a loop.
+    Nothing where some of it is more than a loop.
     """
-    inside: set[fx.Node] = set()
-    reads: set[fx.Node] = set()
-    stack = [mask]
-    while stack:
-        node = stack.pop()
-        if joint.role[node] is Role.FORWARD or made_in_forward(joint, node):
-            reads.add(node)
-        elif node not in inside:
-            loop = is_view(node) or (is_fusable(node) and is_repeatable(node, joint.mutated))
-            if not loop or not is_tensor(node):
-                return None
-            inside.add(node)
-            stack.extend(node.all_input_nodes)
-    return inside, reads
+
+    def is_early(node: fx.Node) -> bool:
+        return joint.role[node] is Role.FORWARD or made_in_forward(joint, node)
+
+    def is_loop(node: fx.Node) -> bool:
+        fuses = is_view(node) or (is_fusable(node) and is_repeatable(node, joint.mutated))
+        return fuses and is_tensor(node)
+
+    found = reached([mask], lambda node: () if is_early(node) else node.all_input_nodes)
+    reads = set(filter(is_early, found))
+    return (found - reads, reads) if all(map(is_loop, found - reads)) else (set(), set())
 
 
 def _is_last_mask(joint: JointGraph, node: fx.Node) -> bool:
@@ -176,18 +172,18 @@ def find_sign_masks(joint: JointGraph) -> Iterator[Site]:
     for mask in joint.module.graph.nodes:
         if mask.op != "call_function" or not _is_last_mask(joint, mask) or not has_order(mask):
             continue
-        inside, reads = _cone(joint, mask) or (set(), set())
+        inside, reads = _cone(joint, mask)
         calls = [node for node in reads if node.op == "call_function"]
         if any(is_tensor(node) and fake(node).is_floating_point() for node in calls):
-            comparison = _Comparison(mask, tuple(sorted(inside)), max(calls))
-            yield Site("sign_masks", f"sign_masks:{mask.name}", comparison.insert)
+            insert = partial(_insert_early, mask, sorted(inside), max(calls))
+            yield Site("sign_masks", f"sign_masks:{mask.name}", insert)
 
 
 RULES: tuple[Rule, ...] = (
     rule_of_form(
         "packed_masks",
         "masks saved for the backward in one bit an element",
-        _through_bits,
+        lambda inserter, mask: unpack(inserter.late, pack(inserter.early, mask), fake(mask)),
         _is_mask,
     ),
     Rule("sign_masks", "comparisons of the backward done early, one bit saved", find_sign_masks),

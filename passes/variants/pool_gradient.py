@@ -24,6 +24,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
+from itertools import product
+from math import prod
 from typing import Any
 
 import torch
@@ -33,6 +35,7 @@ from fxremat.passes.joint_graph import STORED, JointGraph, root
 from fxremat.passes.materialisation import MOST_INLINED_OPS, users_through_views
 from fxremat.passes.nodes import Add, adder, fake, shape_of
 from fxremat.passes.variants.insertion import Rule, Site, StandIns
+from fxremat.passes.variants.saved_values import as_dtype, counting
 
 _ATEN, _PRIMS = torch.ops.aten, torch.ops.prims
 
@@ -61,9 +64,8 @@ class _Axis:
 
 @dataclass(frozen=True)
 class _Pool:
-    """A gradient of a max-pool: the scattering, its result as it is read, what it is made from."""
+    """A gradient of a max-pool as it is read, and what it is made from."""
 
-    scatter: fx.Node
     result: fx.Node
     offsets: fx.Node
     gradients: fx.Node
@@ -73,7 +75,54 @@ class _Pool:
         old = copies[self.result]
         with graph.inserting_before(old):
             call = adder(graph, old)
-            return {old: _gather(call, self, copies[self.offsets], copies[self.gradients])}
+            terms = self.terms(call, copies[self.offsets], copies[self.gradients])
+            total = as_dtype(call, reduce(partial(call, _ATEN.add.Tensor), terms), fake(old).dtype)
+            if prod(axis.windows for axis in self.axes) > 1:
+                total.meta[STORED] = True  # every loop that reads it would compare again
+            return {old: call(_ATEN.view.default, total, list(fake(old).shape))}
+
+    def terms(self, call: Add, offsets: fx.Node, gradients: fx.Node) -> Iterator[fx.Node]:
+        """What each window that an element may lie in adds to its gradient."""
+        device, dtype = fake(offsets).device, fake(gradients).dtype
+        scattered = call(_ATEN.view.default, gradients, list(fake(offsets).shape))
+        down, across = (_windows(call, axis, offsets) for axis in self.axes)
+        rows = [[part and call(_ATEN.unsqueeze.default, part, 1) for part in row] for row in down]
+        columns = list(across)
+        for (row, below, is_row), (column, beside, is_column) in product(rows, columns):
+            at = [None, None, row, column]
+            own = call(_ATEN.mul.Tensor, below, self.axes[1].kernel)
+            own = call(_ATEN.add.Tensor, own, beside)
+            given = as_dtype(call, call(_ATEN.index.Tensor, offsets, at), torch.int64)
+            tests = call(_ATEN.eq.Tensor, given, own), is_row, is_column
+            mine = reduce(partial(call, _ATEN.logical_and.default), filter(None, tests))
+            found = call(_ATEN.index.Tensor, scattered, at)
+            zero = call(_ATEN.full.default, [], 0, dtype=dtype, device=device)
+            yield call(_ATEN.where.self, mine, found, zero)
+
+
+def _windows(call: Add, axis: _Axis, like: fx.Node) -> Iterator[list[fx.Node | None]]:
+    """Of each window, first to last: its place, what its offset is, whether there is one.
+
+    None where there is one for every element.
+    """
+    place = counting(call, axis.size, torch.int64, like)
+    if axis.padding:
+        place = call(_ATEN.add.Tensor, place, axis.padding)
+    last = call(_ATEN.div.Tensor_mode, place, axis.stride, rounding_mode="floor")
+    for back in reversed(range(axis.windows)):
+        window = call(_ATEN.sub.Tensor, last, back) if back else last
+        offset = call(_ATEN.sub.Tensor, place, call(_ATEN.mul.Tensor, window, axis.stride))
+        real = None
+        if not axis.is_tiled:
+            tests = (
+                call(_ATEN.ge.Scalar, window, 0),
+                call(_ATEN.lt.Scalar, window, axis.results),
+                call(_ATEN.lt.Scalar, offset, axis.kernel),
+            )
+            real = reduce(partial(call, _ATEN.logical_and.default), tests)
+            kind = {"dtype": torch.int64, "device": fake(like).device}
+            window = call(_ATEN.where.self, real, window, call(_ATEN.full.default, [], 0, **kind))
+        yield [window, offset, real]
 
 
 def _scattered(node: fx.Node) -> tuple[Any, Any] | None:
@@ -110,7 +159,7 @@ def _read(node: fx.Node) -> _Pool | None:
     down, across = map(_Axis, size, shape[2:], kernel, stride, padding)
     if 2 * down.windows * across.windows > MOST_INLINED_OPS:
         return None
-    return _Pool(node, _narrowed(node), offsets, gradients, (down, across))
+    return _Pool(_narrowed(node), offsets, gradients, (down, across))
 
 
 def _narrowed(node: fx.Node) -> fx.Node:
@@ -119,61 +168,6 @@ def _narrowed(node: fx.Node) -> fx.Node:
     only = readers[0] if len(readers) == 1 else node
     is_cast = only.target is _PRIMS.convert_element_type.default
     return only if is_cast and fake(only).itemsize < fake(node).itemsize else node
-
-
-def _gather(call: Add, pool: _Pool, offsets: fx.Node, gradients: fx.Node) -> fx.Node:
-    device = fake(offsets).device
-    both = partial(call, _ATEN.logical_and.default)
-
-    def windows(axis: _Axis, column: bool) -> Iterator[tuple[Any, ...]]:
-        """Of each window, first to last: its place, what its offset is, whether there is one.
-
-        None where there is one for every element.
-        """
-        numbers = {"start": 0, "step": 1, "dtype": torch.int64, "requires_grad": False}
-        place = call(_PRIMS.iota.default, axis.size, device=device, **numbers)
-        if axis.padding:
-            place = call(_ATEN.add.Tensor, place, axis.padding)
-        last = call(_ATEN.div.Tensor_mode, place, axis.stride, rounding_mode="floor")
-        for back in reversed(range(axis.windows)):
-            window = call(_ATEN.sub.Tensor, last, back) if back else last
-            start = call(_ATEN.mul.Tensor, window, axis.stride)
-            offset = call(_ATEN.sub.Tensor, place, start)
-            real = None
-            if not axis.is_tiled:
-                real = reduce(both, (call(_ATEN.ge.Scalar, window, 0),
-                                     call(_ATEN.lt.Scalar, window, axis.results),
-                                     call(_ATEN.lt.Scalar, offset, axis.kernel)))  # fmt: skip
-                first = call(_ATEN.full.default, [], 0, dtype=torch.int64, device=device)
-                window = call(_ATEN.where.self, real, window, first)
-            found: tuple[Any, ...] = window, offset, real
-            if column:
-                found = tuple(each and call(_ATEN.unsqueeze.default, each, 1) for each in found)
-            yield found
-
-    scattered = call(_ATEN.view.default, gradients, list(fake(offsets).shape))
-    rows, columns = (list(windows(axis, not n)) for n, axis in enumerate(pool.axes))
-    total: fx.Node | None = None
-    for row, down, is_row in rows:
-        for column, across, is_column in columns:
-            at = [None, None, row, column]
-            place = call(_ATEN.mul.Tensor, down, pool.axes[1].kernel)
-            own = call(_ATEN.add.Tensor, place, across)
-            given = call(_ATEN.index.Tensor, offsets, at)
-            given = call(_PRIMS.convert_element_type.default, given, torch.int64)
-            mine = reduce(
-                both, filter(None, (is_row, is_column)), call(_ATEN.eq.Tensor, given, own)
-            )
-            found = call(_ATEN.index.Tensor, scattered, at)
-            zero = call(_ATEN.full.default, [], 0, dtype=fake(gradients).dtype, device=device)
-            term = call(_ATEN.where.self, mine, found, zero)
-            total = term if total is None else call(_ATEN.add.Tensor, total, term)
-    assert total is not None
-    if pool.result is not pool.scatter:
-        total = call(_PRIMS.convert_element_type.default, total, fake(pool.result).dtype)
-    if pool.axes[0].windows * pool.axes[1].windows > 1:
-        total.meta[STORED] = True  # every loop that reads it would make the comparisons again
-    return call(_ATEN.view.default, total, list(fake(pool.result).shape))
 
 
 def _find(joint: JointGraph) -> Iterator[Site]:

@@ -83,19 +83,25 @@ def order_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
     if not all(isinstance(s, int) for s in (*tensor.shape, *tensor.stride())):
         return None
     order = tuple(sorted(range(tensor.dim()), key=lambda d: (-tensor.stride()[d], d)))
-    expected = 1
-    for dim in reversed(order):
-        if tensor.shape[dim] == 1:
-            continue
-        if tensor.stride()[dim] != expected:
-            return None
-        expected *= tensor.shape[dim]
-    return order
+    return order if tensor.permute(order).is_contiguous() else None
 
 
 def has_order(node: fx.Node) -> bool:
     """Whether a node's memory can be read off and laid out again."""
     return is_tensor(node) and order_of(fake(node)) is not None
+
+
+def as_view(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor | None:
+    """A view of the tensor in this shape; None where it takes a copy."""
+    try:
+        return tensor.view(shape)
+    except (RuntimeError, ValueError):
+        return None
+
+
+def permuted(add: Add, node: fx.Node, order: Sequence[int]) -> fx.Node:
+    is_same = list(order) == sorted(order)
+    return node if is_same else add(_ATEN.permute.default, node, list(order))
 
 
 def laid_out(add: Add, flat: fx.Node, like: torch.Tensor) -> fx.Node:
@@ -105,18 +111,14 @@ def laid_out(add: Add, flat: fx.Node, like: torch.Tensor) -> fx.Node:
     if fake(flat).numel() != like.numel():
         flat = add(_ATEN.slice.Tensor, flat, 0, 0, like.numel())
     shaped = add(_ATEN.reshape.default, flat, [like.shape[d] for d in order])
-    if order == tuple(range(len(order))):
-        return shaped
-    return add(_ATEN.permute.default, shaped, [order.index(d) for d in range(len(order))])
+    return permuted(add, shaped, [order.index(d) for d in range(len(order))])
 
 
 def by_memory(add: Add, node: fx.Node) -> fx.Node:
     """The node with its dimensions in the order of memory, as it is when the graph is traced."""
     order = order_of(fake(node))
     assert order is not None
-    if order == tuple(range(len(order))):
-        return node
-    return add(_ATEN.permute.default, node, list(order))
+    return permuted(add, node, order)
 
 
 def counting(add: Add, count: int, dtype: torch.dtype, like: fx.Node) -> fx.Node:
@@ -126,7 +128,7 @@ def counting(add: Add, count: int, dtype: torch.dtype, like: fx.Node) -> fx.Node
         _PRIMS.iota.default, count, start=0, step=1, dtype=torch.int64, device=device,
         requires_grad=False,
     )  # fmt: skip
-    return add(_PRIMS.convert_element_type.default, numbers, dtype)
+    return as_dtype(add, numbers, dtype)
 
 
 def as_dtype(add: Add, node: fx.Node, dtype: torch.dtype) -> fx.Node:
@@ -199,7 +201,11 @@ class _Finder:
         alike = value is not None and fake(value).dtype == fake(node).dtype
         if value is None or (alike and not self.accepts(value)):
             value, between = self.only_value(node, is_view)
-        return value, set() if value is None else self.depending(between, value)
+        behind = set() if value is None else {value}
+        for one in sorted(between):
+            if not behind.isdisjoint(one.all_input_nodes):
+                behind.add(one)
+        return value, behind - {value}
 
     def only_value(
         self, node: fx.Node, inner: Callable[[fx.Node], bool]
@@ -214,18 +220,10 @@ class _Finder:
         large = [v for v in found - between if v.op == "call_function" and is_large(v)]
         return large[0] if len(large) == 1 else None, between
 
-    def depending(self, between: set[fx.Node], value: fx.Node) -> set[fx.Node]:
-        """The nodes among ``between`` that read the value, directly or not."""
-        found = {value}
-        for node in sorted(between):
-            if any(i in found for i in node.all_input_nodes):
-                found.add(node)
-        return found - {value}
-
     def is_early(self, node: fx.Node) -> bool:
         """Whether the node is of the forward, or a view that only passes a value of it on."""
-        if is_view(node) and self.joint.role[node] is Role.LAZY:
-            return self.is_early(node.all_input_nodes[0])
+        while is_view(node) and self.joint.role[node] is Role.LAZY:
+            node = node.all_input_nodes[0]
         return made_in_forward(self.joint, node)
 
     def readers(self, node: fx.Node) -> list[fx.Node]:

@@ -19,7 +19,7 @@ from fxremat.passes.variants import insertion
 from fxremat.passes.variants.insertion import Site
 from tests.graphs import with_seeds
 from tests.row_sites import Traced
-from tests.variants import LOSSY, verify
+from tests.variants import LOSSY, form, verify
 
 SLACK = 16
 """Times the change that a rounding error of the inputs makes: what is allowed."""
@@ -98,8 +98,8 @@ def _difference(values: Sequence[torch.Tensor], eps: float, error: float) -> str
     is stored inexactly may be anything beside a number that is not finite.
     """
     right, found, near = values
-    if _form(right) != _form(found):
-        return f"lies in memory as {_form(found)}, and what it stands for as {_form(right)}"
+    if form(right) != form(found):
+        return f"lies in memory as {form(found)}, and what it stands for as {form(right)}"
     finite = right.isfinite()
     if error and not finite.all():
         return ""
@@ -109,8 +109,3 @@ def _difference(values: Sequence[torch.Tensor], eps: float, error: float) -> str
     allowed = SLACK * ((near - right).norm() + eps * right.norm()) + error * right.norm()
     off = (found - right).norm()
     return f"is off by {off:.3g} in norm, where {allowed:.3g} is allowed" if off > allowed else ""
-
-
-def _form(one: torch.Tensor) -> tuple[Any, ...]:
-    strides = [step for step, size in zip(one.stride(), one.shape, strict=True) if size > 1]
-    return one.shape, strides if one.numel() else [], one.dtype

@@ -23,6 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -33,8 +34,8 @@ from fxremat.compat.tensors import outside_fake_mode
 from fxremat.core.constants import MOST_MASK_ELEMENTS, MOST_NODES
 from fxremat.passes.joint_graph import is_mutating, is_random
 from fxremat.passes.nodes import Add, Shape, dtype_of, packet_name, shape_of
-from fxremat.passes.variants.attention.layout import is_move
-from fxremat.passes.variants.attention.scores import VERY_NEGATIVE, Added, Filled, Reading, number
+from fxremat.passes.variants.attention.layout import in_shape, is_move
+from fxremat.passes.variants.attention.scores import VERY_NEGATIVE, Mask, Reading, number
 from fxremat.passes.variants.saved_values import as_dtype
 
 _ATEN = torch.ops.aten
@@ -59,7 +60,7 @@ class Bias:
 
     heads: Heads
     is_causal: bool = False
-    parts: tuple[Added | Filled, ...] = ()
+    parts: tuple[Mask, ...] = ()
     may_be_empty: bool = False
     """Whether a row could be without any key."""
     may_be_lost: bool = False
@@ -68,13 +69,13 @@ class Bias:
     @property
     def is_inexact(self) -> bool:
         """Whether rows without keys may have other weights than they had."""
-        return any(isinstance(part, Added) for part in self.parts) and self.may_be_empty
+        return self.may_be_empty and self.parts[0].value is None
 
     def insert(self, add: Add, at: At, dtype: torch.dtype) -> tuple[fx.Node | None, Rows]:
         """Put the tensor in, if there is one, for a kernel of this type."""
         if not self.parts:
             return None, Rows()
-        is_added = isinstance(self.parts[0], Added)
+        is_added = self.parts[0].value is None
         found, hidden = (_add_up if is_added else _fill_in)(self, add, at, dtype)
         zero = lost = None
         if self.may_be_empty or self.may_be_lost:
@@ -91,20 +92,18 @@ class Bias:
 
 def plan_bias(scores: Reading, heads: Heads) -> Bias | None:
     """How the masks of these scores are given to a kernel; None where they cannot be."""
-    parts: tuple[Added | Filled, ...] = (*scores.added, *scores.filled)
+    parts = scores.masks
     if not parts:
         return Bias(heads)
-    if scores.added and scores.filled:
+    is_added = parts[0].value is None
+    if any((part.value is None) is not is_added or _in_four(part, heads) is None for part in parts):
         return None
-    if any(_in_four(_tensor(part), part.shape, heads) is None for part in parts):
-        return None
-    if not all(dtype_of(part.node).is_floating_point for part in scores.added):
+    if is_added and not all(dtype_of(part.tensor).is_floating_point for part in parts):
         return None
     with outside_fake_mode(), torch.no_grad():
         known = _known(parts)
         if known is None:
-            held = [*(part.value for part in scores.filled), *(part.node for part in scores.added)]
-            is_finite = all(map(_is_finite, held))
+            is_finite = all(_is_finite(part.tensor if is_added else part.value) for part in parts)
             return Bias(heads, parts=parts, may_be_empty=True, may_be_lost=not is_finite)
         if not known.any():
             return Bias(heads)
@@ -113,20 +112,16 @@ def plan_bias(scores: Reading, heads: Heads) -> Bias | None:
         most = known.amax(-1)
         is_lost = bool((most == -math.inf).any())
         is_empty = bool((most[most > -math.inf] <= VERY_NEGATIVE).any())
-        is_empty = is_empty or (is_lost and bool(scores.filled))
+        is_empty = is_empty or (is_lost and not is_added)
         return Bias(heads, parts=parts, may_be_empty=is_empty, may_be_lost=is_lost)
 
 
-def _tensor(part: Added | Filled) -> fx.Node:
-    return part.mask if isinstance(part, Filled) else part.node
-
-
-def _in_four(node: fx.Node, of: Shape, heads: Heads) -> Shape | None:
-    """The shape of a mask for scores of shape ``of``, its leading dimensions put into two.
+def _in_four(mask: Mask, heads: Heads) -> Shape | None:
+    """The shape of a mask, its leading dimensions put into two.
 
     None for a mask that is the same along a part of one of them.
     """
-    shape = shape_of(node) or ()
+    of, shape = mask.shape, shape_of(mask.tensor) or ()
     shape = (1,) * (len(of) - len(shape)) + shape
     lead, own = of[:-2], shape[:-2]
     cuts = [cut for cut in range(len(of) - 1) if math.prod(lead[:cut]) == heads[0]]
@@ -143,14 +138,14 @@ def _in_four(node: fx.Node, of: Shape, heads: Heads) -> Shape | None:
 # --- what is known of masks ----------------------------------------------------------------------
 
 
-def _known(parts: Sequence[Added | Filled]) -> torch.Tensor | None:
+def _known(parts: Sequence[Mask]) -> torch.Tensor | None:
     """What is added to the scores in all, where the graph makes that from nothing."""
     found = torch.zeros((), dtype=torch.float32)
     for part in parts:
-        value = _computed(_tensor(part))
+        value = _computed(part.tensor)
         if value is None:
             return None
-        if isinstance(part, Added):
+        if part.value is None:
             found = found + value.float()
         else:
             hard = value.logical_not() if part.is_kept else value
@@ -211,9 +206,10 @@ def _is_finite(node: Any) -> bool:
 # --- putting them in -----------------------------------------------------------------------------
 
 
-def _shaped(add: Add, node: fx.Node, shape: Shape | None) -> fx.Node:
+def _shaped(add: Add, at: At, mask: Mask, heads: Heads) -> fx.Node:
+    shape = _in_four(mask, heads)
     assert shape is not None
-    return node if shape_of(node) == shape else add(_ATEN.view.default, node, list(shape))
+    return in_shape(add, at(mask.tensor), shape)
 
 
 def scalar(add: Add, value: float, like: fx.Node, dtype: torch.dtype) -> fx.Node:
@@ -227,23 +223,18 @@ def where(add: Add, mask: fx.Node, value: float, node: fx.Node) -> fx.Node:
 
 def _add_up(plan: Bias, add: Add, at: At, dtype: torch.dtype) -> tuple[fx.Node, fx.Node | None]:
     """The sum of what is added; there is no mask."""
-    types = [*(dtype_of(_tensor(part)) for part in plan.parts), dtype]
+    types = [*(dtype_of(part.tensor) for part in plan.parts), dtype]
     wide = max(types, key=lambda one: one.itemsize)
-    found: fx.Node | None = None
-    for part in plan.parts:
-        shape = _in_four(_tensor(part), part.shape, plan.heads)
-        node = as_dtype(add, _shaped(add, at(_tensor(part)), shape), wide)
-        found = node if found is None else add(_ATEN.add.Tensor, found, node)
-    assert found is not None
-    return found, None
+    found = (as_dtype(add, _shaped(add, at, part, plan.heads), wide) for part in plan.parts)
+    return reduce(partial(add, _ATEN.add.Tensor), found), None
 
 
 def _fill_in(plan: Bias, add: Add, at: At, dtype: torch.dtype) -> tuple[fx.Node, fx.Node | None]:
     found: fx.Node | None = None
     hidden: fx.Node | None = None
     for part in plan.parts:
-        assert isinstance(part, Filled)
-        mask = _shaped(add, at(part.mask), _in_four(part.mask, part.shape, plan.heads))
+        assert part.value is not None
+        mask = _shaped(add, at, part, plan.heads)
         mask = add(_ATEN.logical_not.default, mask) if part.is_kept else mask
         value = max(part.value, torch.finfo(dtype).min) if math.isfinite(part.value) else part.value
         rest = scalar(add, 0.0, mask, dtype) if found is None else found

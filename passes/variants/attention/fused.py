@@ -30,18 +30,12 @@ from torch import fx
 from fxremat.passes.joint_graph import JointGraph
 from fxremat.passes.nodes import Add, adder, fake, shape_of
 from fxremat.passes.variants.attention.bias import Bias, Heads, Rows, plan_bias, where
-from fxremat.passes.variants.attention.layout import (
-    Operand,
-    Result,
-    operand,
-    origin,
-    result,
-    result_here,
-)
+from fxremat.passes.variants.attention.layout import Operand, Result, operand, origin, result
 from fxremat.passes.variants.attention.match import Attention, find_attention
 from fxremat.passes.variants.insertion import Rule, Site, StandIns
 
 _ATEN = torch.ops.aten
+_NAMES = "query", "key", "value"
 At = Callable[[fx.Node], fx.Node]
 
 
@@ -65,63 +59,44 @@ class Fused:
     def insert(self, graph: fx.Graph, copies: Mapping[fx.Node, fx.Node]) -> StandIns:
         """The forward before the old output, the backward before the first of its products."""
         at, attention = copies.__getitem__, self.attention
+        place = at(attention.output.node)
+        first = min(map(at, attention.late), default=place)
+        calls = self.calls(adder(graph, place), adder(graph, first), at)
         found: StandIns = {}
-        with graph.inserting_before(at(attention.output.node)):
-            add = adder(graph, at(attention.output.node))
-            forward = self.forward(add, at)
+        with graph.inserting_before(place):
+            add, output = adder(graph, place), next(calls)["output"]
             for name in ("output", "product"):
                 one = self.results[name]
                 if at(one.node) not in found:
-                    found[at(one.node)] = one.insert(add, forward.output)
-        if not attention.gradients:
-            return found
-        first = min(map(at, attention.late))
+                    found[at(one.node)] = one.insert(add, output)
         with graph.inserting_before(first):
-            add = adder(graph, first)
-            for name, node in self.backward(add, at, forward).items():
-                found[at(self.results[name].node)] = self.results[name].insert(add, node)
+            for name, node in next(calls, {}).items():
+                one = self.results[name]
+                found[at(one.node)] = one.insert(adder(graph, first), node)
         return found
 
-    def forward(self, add: Add, at: At) -> Forward:
-        query, key, value = (
-            self.operands[name].insert(add, at) for name in ("query", "key", "value")
-        )
-        mask, rows = self.bias.insert(add, at, fake(query).dtype)
+    def calls(self, early: Add, late: Add, at: At) -> Iterator[dict[str, fx.Node]]:
+        """Adds the forward and gives the output; asked again, the backward and the gradients."""
+        query, key, value = (self.operands[name].insert(early, at) for name in _NAMES)
+        mask, rows = self.bias.insert(early, at, fake(query).dtype)
         if rows.zero is not None:
-            query = where(add, rows.zero, 0.0, query)
+            query = where(early, rows.zero, 0.0, query)
         scale = self.attention.scores.factor
         given = Inputs(query, key, value, mask, self.bias.is_causal, scale)
         if not self.kernel.takes(given):
-            raise NotTaken
-        kept = self.kernel.forward(add, given)
-        output = kept[0]
+            raise ValueError("the kernel does not take these operands")
+        output, *_ = kept = self.kernel.forward(early, given)
         if rows.lost is not None:
-            output = where(add, rows.lost, math.nan, output)
-        return Forward(given, kept, rows, output)
-
-    def backward(self, add: Add, at: At, forward: Forward) -> dict[str, fx.Node]:
-        gradient = self.operands["gradient"].insert(add, at)
-        if forward.rows.zero is not None and forward.rows.lost is not None:
-            gradient = where(add, forward.rows.lost, 0.0, gradient)  # of NaN it may be NaN
-        call = self.kernel.backward(add, forward.given, forward.kept, gradient)
-        names = ("query", "key", "value")
-        named = dict(zip(names, _items(add, call, 0, 1, 2), strict=True))
-        wanted = {name: named[name] for name in self.attention.gradients}
-        return _with_rows(add, wanted, forward.rows)
-
-
-@dataclass(frozen=True)
-class Forward:
-    """The forward in a graph; ``kept`` is for the backward, the kernel's output first."""
-
-    given: Inputs
-    kept: Nodes
-    rows: Rows
-    output: fx.Node
-
-
-class NotTaken(Exception):
-    """The kernel does not take these operands."""
+            output = where(early, rows.lost, math.nan, output)
+        yield {"output": output}
+        if not self.attention.gradients:
+            return
+        gradient = self.operands["gradient"].insert(late, at)
+        if rows.zero is not None and rows.lost is not None:
+            gradient = where(late, rows.lost, 0.0, gradient)  # of NaN it may be NaN
+        call = self.kernel.backward(late, given, kept, gradient)
+        named = dict(zip(_NAMES, _items(late, call, 0, 1, 2), strict=True))
+        yield _with_rows(late, {name: named[name] for name in self.attention.gradients}, rows)
 
 
 def _with_rows(add: Add, gradients: dict[str, fx.Node], rows: Rows) -> dict[str, fx.Node]:
@@ -130,7 +105,7 @@ def _with_rows(add: Add, gradients: dict[str, fx.Node], rows: Rows) -> dict[str,
     if rows.lost is not None:
         heads = add(_ATEN.any.dim, rows.lost, -2, True)
         spoilt = {"query": rows.lost, "key": heads, "value": heads}
-        for name in ("query", "key", "value") if rows.zero is None else ("value",):
+        for name in _NAMES if rows.zero is None else ("value",):
             if name in found:
                 found[name] = where(add, spoilt[name], math.nan, found[name])
     if rows.zero is not None and "query" in found:
@@ -181,25 +156,22 @@ def _try(joint: JointGraph, site: Fused) -> Fused | None:
     attention = site.attention
     add = adder(graph, attention.output.node)
     try:
-        forward = site.forward(add, at)
-        made = {"output": forward.output}
-        if attention.gradients:
-            made |= site.backward(add, at, forward)
-    except (NotTaken, RuntimeError, ValueError):
+        made = dict(pair for part in site.calls(add, add, at) for pair in part.items())
+    except (RuntimeError, ValueError):
         return None
     products = {"output": attention.output, **attention.gradients}
     batch = attention.sizes[0]
     results = {
         name: result(joint, products[name], fake(node), batch) for name, node in made.items()
     }
-    results["product"] = result_here(attention.output, fake(forward.output), batch)
+    results["product"] = result(joint, attention.output, fake(made["output"]), batch, most=1)
     return None if None in results.values() else replace(site, results=results)  # type: ignore[arg-type]
 
 
 def _size_of_copies(site: Fused) -> int:
     copied = [one.node for one in site.operands.values() if one.is_copied]
     read = (one for name, one in site.results.items() if name != "product")
-    copied += [one.node for one in read if one.order is not None]
+    copied += [one.node for one in read if one.is_copied]
     return sum(fake(node).nbytes for node in copied)
 
 
@@ -274,12 +246,10 @@ def _widths(given: Inputs) -> set[int]:
     return {fake(node).shape[-1] for node in given.operands}
 
 
-@dataclass(frozen=True)
 class OnCpu:
     """Flash attention on the CPU: masks may be broadcast, and in float32 for any query."""
 
-    name: str = "cpu"
-    device: str = "cpu"
+    name = device = "cpu"
 
     def takes(self, given: Inputs) -> bool:
         """One width; the type of the mask is that of the query, or float32."""
@@ -305,13 +275,10 @@ def _capability() -> tuple[int, int]:
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else (8, 0)
 
 
-@dataclass(frozen=True)
 class FlashOnCuda:
     """FlashAttention-2: no mask but the causal one, 16 bits, widths up to 256."""
 
-    name: str = "flash"
-    device: str = "cuda"
-    most_width: int = 256
+    name, device = "flash", "cuda"
 
     def takes(self, given: Inputs) -> bool:
         """One width, a multiple of 8: others would have to be padded."""
@@ -324,7 +291,7 @@ class FlashOnCuda:
             and query.dtype in (torch.float16, torch.bfloat16)
             and given.bias is None
             and len(widths) == 1
-            and all(width % 8 == 0 and width <= self.most_width for width in widths)
+            and all(width % 8 == 0 and width <= 256 for width in widths)
             and not (has_little_shared_memory and any(192 < width <= 224 for width in widths))
         )
 
@@ -343,12 +310,10 @@ class FlashOnCuda:
         return add(target, *args, given.is_causal, seed, offset, scale=given.scale)
 
 
-@dataclass(frozen=True)
 class EfficientOnCuda:
     """Memory-efficient attention: any mask, 32 bits too, keys and values of different widths."""
 
-    name: str = "memory-efficient"
-    device: str = "cuda"
+    name, device = "memory-efficient", "cuda"
 
     def takes(self, given: Inputs) -> bool:
         """Widths fill 16 bytes (float32: four numbers); rows of a mask are a multiple of 16."""

@@ -11,9 +11,9 @@ Two tensors are the same but for copies if they have the same layout over the sa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import islice, pairwise
 from math import prod
 
 import torch
@@ -30,6 +30,7 @@ from fxremat.passes.nodes import (
     packet_name,
     shape_of,
 )
+from fxremat.passes.variants.saved_values import as_view, permuted
 
 Pairs = tuple[tuple[int, int], ...]
 Layout = tuple[Pairs, ...]
@@ -188,10 +189,8 @@ def moves(given: Layout, wanted: Layout, shape: Sequence[int]) -> Moves | None:
 def moved_freely(tensor: torch.Tensor, how: Moves) -> torch.Tensor | None:
     """The tensor moved without a copy; None where there is no such view."""
     split, order, shape = how
-    try:
-        return tensor.view(split).permute(order).view(shape)
-    except (RuntimeError, ValueError):
-        return None
+    cut = as_view(tensor, split)
+    return None if cut is None else as_view(cut.permute(order), shape)
 
 
 # --- operands ---------------------------------------------------------------------------------
@@ -211,14 +210,15 @@ class Product:
         return swapped(whole(shape)) if self.is_swapped else whole(shape)
 
 
+def in_shape(add: Add, node: fx.Node, shape: Sequence[int]) -> fx.Node:
+    known = list(fake(node).shape) == list(shape)
+    return node if known else add(_ATEN.view.default, node, list(shape))
+
+
 def _move(add: Add, node: fx.Node, how: Moves) -> fx.Node:
     """The views of `moves`, those left out that change nothing."""
     split, order, shape = how
-    if list(fake(node).shape) != split:
-        node = add(_ATEN.view.default, node, split)
-    if order != sorted(order):
-        node = add(_ATEN.permute.default, node, order)
-    return node if list(fake(node).shape) == shape else add(_ATEN.view.default, node, shape)
+    return in_shape(add, permuted(add, in_shape(add, node, split), order), shape)
 
 
 def _contiguous(add: Add, node: fx.Node) -> fx.Node:
@@ -258,32 +258,29 @@ def operand(joint: JointGraph, product: Product, shape: Shape) -> Operand | None
 
 @dataclass(frozen=True)
 class Result:
-    """What stands in for ``node``: views of what a kernel gives.
+    """What stands in for ``node``: views of what a kernel gives, or of a copy of that.
 
-    After a copy if there is ``order``: that of the dimensions in the memory of ``node``.
+    ``how`` brings it to the shape of ``node`` with its dimensions in the ``order`` of memory.
     """
 
     node: fx.Node
     how: Moves
-    order: tuple[int, ...] | None = None
+    order: tuple[int, ...]
+    is_copied: bool
 
     def insert(self, add: Add, given: fx.Node) -> fx.Node:
         """The same size and strides as the old node."""
-        found = _move(add, given, self.how) if self.order is None else self._copy(add, given)
+        split, order, shape = self.how
+        if self.is_copied:
+            given = _move(add, given, (split, order, [split[place] for place in order]))
+            found = in_shape(add, _contiguous(add, given), shape)
+        else:
+            found = _move(add, given, self.how)
+        found = permuted(add, found, sorted(range(len(shape)), key=self.order.__getitem__))
         old = fake(self.node)
         if fake(found).stride() == old.stride():
             return found
         return add(_ATEN.as_strided.default, found, list(old.shape), list(old.stride()))
-
-    def _copy(self, add: Add, given: fx.Node) -> fx.Node:
-        split, order, shape = self.how
-        assert self.order is not None
-        found = _move(add, given, (split, order, [split[place] for place in order]))
-        found = _contiguous(add, found)
-        if list(fake(found).shape) != shape:
-            found = add(_ATEN.view.default, found, shape)
-        back = sorted(range(len(self.order)), key=self.order.__getitem__)
-        return found if back == sorted(back) else add(_ATEN.permute.default, found, back)
 
 
 def _fits(made: torch.Tensor, old: torch.Tensor) -> bool:
@@ -295,37 +292,35 @@ def _fits(made: torch.Tensor, old: torch.Tensor) -> bool:
 def _behind(joint: JointGraph, product: Product, shape: Shape) -> Iterator[tuple[fx.Node, Layout]]:
     """A product and what it is moved to, with layouts over it."""
     node, layout = product.node, product.layout(shape)
-    while True:
-        yield node, layout
-        reader = next(iter(node.users), None)
-        if reader is None or len(node.users) > 1 or not is_move(reader):
-            return
+    yield node, layout
+    while len(node.users) == 1:
+        (reader,) = node.users
         further = moved(reader, layout)
         if further is None or joint.role[reader] is not joint.role[node]:
             return
         node, layout = reader, further
+        yield node, layout
 
 
-def result(joint: JointGraph, product: Product, made: torch.Tensor, batch: int) -> Result | None:
-    """Where a kernel's tensor [B, H, rows, width] may stand in, best without a copy."""
-    return _best(_behind(joint, product, (batch, *made.shape[2:])), made)
+def result(
+    joint: JointGraph, product: Product, made: torch.Tensor, batch: int, most: int | None = None
+) -> Result | None:
+    """Where a kernel's tensor [B, H, rows, width] may stand in, best without a copy.
 
-
-def result_here(product: Product, made: torch.Tensor, batch: int) -> Result | None:
-    return _best([(product.node, product.layout((batch, *made.shape[2:])))], made)
-
-
-def _best(places: Iterable[tuple[fx.Node, Layout]], made: torch.Tensor) -> Result | None:
+    In place of the product or of what it is moved to, among so many nodes at ``most``.
+    """
     shape = tuple(made.shape)
     copied: Result | None = None
-    for node, layout in places:
+    for node, layout in islice(_behind(joint, product, (batch, *shape[2:])), most):
         old = fake(node)
-        how = moves(whole(shape), layout, old.shape)
-        free = None if how is None else moved_freely(made, how)
-        if how is not None and free is not None and _fits(free, old):
-            return Result(node, how)
         order = tuple(sorted(range(old.dim()), key=old.stride().__getitem__, reverse=True))
-        how = moves(whole(shape), tuple(layout[d] for d in order), [old.shape[d] for d in order])
-        if how is not None and _fits(torch.empty(how[2], device="meta"), old.permute(order)):
-            copied = Result(node, how, order)
+        dense = old.permute(order)
+        how = moves(whole(shape), tuple(layout[d] for d in order), dense.shape)
+        if how is None:
+            continue
+        free = moved_freely(made, how)
+        if free is not None and _fits(free, dense):
+            return Result(node, how, order, is_copied=False)
+        if _fits(torch.empty(how[2], device="meta"), dense):
+            copied = Result(node, how, order, is_copied=True)
     return copied

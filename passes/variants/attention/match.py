@@ -23,7 +23,15 @@ from torch import fx
 from fxremat.passes.joint_graph import JointGraph, Role, reached
 from fxremat.passes.nodes import Shape, dtype_of, known_shape, packet_name, shape_of
 from fxremat.passes.variants.attention.layout import Product, Seen, origin, swapped, viewed, whole
-from fxremat.passes.variants.attention.scores import Reading, number, packets, read, read_softmax
+from fxremat.passes.variants.attention.scores import (
+    Reading,
+    number,
+    packets,
+    read,
+    read_softmax,
+    reduces,
+    relatives,
+)
 
 
 @dataclass
@@ -59,19 +67,6 @@ def factors(product: fx.Node) -> tuple[fx.Node, fx.Node]:
 
 
 # --- relatives of a node -------------------------------------------------------------------------
-
-
-def _relatives(base: fx.Node) -> dict[fx.Node, Reading]:
-    """All that is ``base`` moved, scaled or masked; itself first."""
-    found: dict[fx.Node, Reading] = {}
-    todo = [base]
-    while todo:
-        node = todo.pop()
-        reading = read(node, base)
-        if reading is not None and node not in found:
-            found[node] = reading
-            todo += [user for user in node.users if user.op == "call_function"]
-    return found
 
 
 def _order(reading: Reading, shape: Shape) -> str | None:
@@ -118,7 +113,7 @@ def _times(
 def _softmax_gradients(same: set[fx.Node]) -> Iterator[tuple[fx.Node, Any]]:
     """(dS, dP): the gradient of a softmax whose results are ``same``, from that of its result."""
     for node in _readers(same, "_softmax_backward_data"):
-        if node.args[1] in same and _is_last(node.args[2], node):
+        if node.args[1] in same and node.args[2] in (-1, len(known_shape(node)) - 1):
             yield node, node.args[0]
     for product in _readers(same, "mul"):
         left, right = product.args
@@ -126,17 +121,11 @@ def _softmax_gradients(same: set[fx.Node]) -> Iterator[tuple[fx.Node, Any]]:
         if not isinstance(given, fx.Node) or given in same:
             continue
         for total in _readers([product], "sum"):
-            keeps = len(total.args) > 2 and total.args[2]
-            if not keeps or not _is_last(total.args[1], total.all_input_nodes[0]):
+            if not reduces(total, "sum", product):
                 continue
             for node in (*_readers([total], "fma"), *_readers([product], "sub")):
                 if _subtracts(node, product, total, same):
                     yield node, given
-
-
-def _is_last(dims: Any, node: fx.Node) -> bool:
-    listed = [dims] if isinstance(dims, int) else list(dims)
-    return [d % len(known_shape(node)) for d in listed] == [len(known_shape(node)) - 1]
 
 
 def _subtracts(node: fx.Node, product: fx.Node, total: fx.Node, same: set[fx.Node]) -> bool:
@@ -195,7 +184,7 @@ def _match(joint: JointGraph, node: fx.Node) -> Attention | None:
 def _unchanged(base: fx.Node, shape: Shape) -> dict[fx.Node, str | None]:
     """All that is ``base`` but moved, with its order where it is a batch of matrices."""
     found: dict[fx.Node, str | None] = {}
-    for node, reading in _relatives(base).items():
+    for node, reading in relatives(base).items():
         in_order = viewed(reading.layout, shape) == whole(shape)
         if reading.is_unchanged and (in_order or _order(reading, shape) is not None):
             found[node] = _order(reading, shape)
@@ -235,11 +224,11 @@ def _add_backward(found: Attention, kin: Mapping[fx.Node, str | None], late: lis
 
 def _gradient_of_probabilities(found: Attention, given: fx.Node) -> fx.Node | None:
     """dP = G V^T; G is noted."""
-    reading = read(given, None)
+    reading = read(given)
     shape = known_shape(found.scores.base)
-    if reading is None or not reading.is_unchanged or known_shape(reading.base) != shape:
+    if reading is None or not reading.is_unchanged or packet_name(reading.base) != "bmm":
         return None
-    if viewed(reading.layout, shape) != whole(shape) or packet_name(reading.base) != "bmm":
+    if known_shape(reading.base) != shape or viewed(reading.layout, shape) != whole(shape):
         return None
     left, right = factors(reading.base)
     if _seen(Product(right, is_swapped=True)) != _seen(found.value):
@@ -251,12 +240,10 @@ def _gradient_of_probabilities(found: Attention, given: fx.Node) -> fx.Node | No
 def _add_gradients_of_operands(found: Attention, scores_gradient: fx.Node) -> None:
     """Add the gradients of query and key, if they are scaled and masked as the scores were."""
     shape, wanted = known_shape(found.scores.base), found.scores
-    masks = {mask.key for mask in wanted.filled}
+    places = {mask.places for mask in wanted.masks if mask.value is not None}
     kin: dict[float, dict[fx.Node, str | None]] = {}
-    for node, reading in _relatives(scores_gradient).items():
-        is_masked = {mask.key for mask in reading.filled} == masks
-        is_zeroed = not reading.added and not any(mask.value for mask in reading.filled)
-        if is_masked and is_zeroed:
+    for node, reading in relatives(scores_gradient).items():
+        if reading.is_zeroed and {mask.places for mask in reading.masks} == places:
             kin.setdefault(reading.factor, {})[node] = _order(reading, shape)
     for factor, nodes in kin.items():
         products = _readers(nodes, "bmm")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,26 +23,22 @@ VERY_NEGATIVE = -1e4
 
 
 @dataclass(frozen=True)
-class Filled:
-    """``value`` where ``mask`` is true (``is_kept``: where it is false), in scores of ``shape``."""
+class Mask:
+    """A tensor that is added to scores of ``shape``, or says where these are filled in.
 
-    mask: fx.Node
-    is_kept: bool
-    value: float
+    ``value`` is filled in where the tensor is true (``is_kept``: where it is false); None if the
+    tensor is added.
+    """
+
+    tensor: fx.Node
     shape: Shape
+    value: float | None = None
+    is_kept: bool = False
 
     @property
-    def key(self) -> tuple[fx.Node, bool, Shape]:
+    def places(self) -> tuple[fx.Node, bool, Shape]:
         """Equal for what is filled in at the same places."""
-        return self.mask, self.is_kept, self.shape
-
-
-@dataclass(frozen=True)
-class Added:
-    """A tensor added to scores of ``shape``."""
-
-    node: fx.Node
-    shape: Shape
+        return self.tensor, self.is_kept, self.shape
 
 
 @dataclass(frozen=True)
@@ -52,19 +48,24 @@ class Reading:
     base: fx.Node
     layout: Layout
     factor: float = 1.0
-    added: tuple[Added, ...] = ()
-    filled: tuple[Filled, ...] = ()
+    masks: tuple[Mask, ...] = ()
 
     @property
     def is_unchanged(self) -> bool:
         """Whether the node is the base, but for where its elements are and rounding."""
-        return self.factor == 1 and not self.added and not self.filled
+        return self.factor == 1 and not self.masks
+
+    @property
+    def is_zeroed(self) -> bool:
+        """Whether nothing but zeros was filled in, and nothing added."""
+        return all(mask.value == 0 for mask in self.masks)
 
     def times(self, factor: float) -> Reading | None:
         """Scaled; None where that would scale what was added or filled in."""
-        if self.added or any(mask.value for mask in self.filled):
-            return None
-        return replace(self, factor=self.factor * factor)
+        return replace(self, factor=self.factor * factor) if self.is_zeroed else None
+
+    def masked(self, *mask: Any) -> Reading:
+        return replace(self, masks=(*self.masks, Mask(*mask)))
 
 
 def packets(graph: fx.Graph) -> set[str]:
@@ -83,37 +84,46 @@ def number(value: Any) -> float | None:
     return None
 
 
-@dataclass(frozen=True)
-class _ScoresSearch:
-    """What is read back to, and what was found on the way: sums could be read in many ways."""
+Below = Callable[[Any], Reading | None]
+"""What is known of an operand."""
 
-    base: fx.Node | None
-    known: dict[fx.Node, Reading | None] = field(default_factory=dict)
 
-    def read(self, node: Any) -> Reading | None:
-        if not isinstance(node, fx.Node) or shape_of(node) is None:
+def read(node: Any) -> Reading | None:
+    """What ``node`` is of a product of two batches of matrices."""
+    known: dict[fx.Node, Reading | None] = {}  # sums could be read in many ways
+
+    def below(one: Any) -> Reading | None:
+        if not isinstance(one, fx.Node) or shape_of(one) is None:
             return None
-        if node not in self.known:
-            self.known[node] = None
-            self.known[node] = self._read(node) if len(self.known) <= MOST_NODES else None
-        return self.known[node]
+        if one not in known and len(known) < MOST_NODES:
+            known[one] = None
+            is_product = packet_name(one) in ("bmm", "baddbmm")
+            known[one] = _begin(one) if is_product else _read(one, below)
+        return known.get(one)
 
-    def _read(self, node: fx.Node) -> Reading | None:
-        if node is self.base:
-            return Reading(node, whole(shape_of(node) or ()))
-        if self.base is None and packet_name(node) in ("bmm", "baddbmm"):
-            return _begin(node)
-        reader = _READERS.get(packet_name(node))
-        if reader is not None:
-            return reader(node, self)
-        below = self.read(node.args[0]) if is_move(node) else None
-        layout = None if below is None else moved(node, below.layout)
-        return None if below is None or layout is None else replace(below, layout=layout)
+    return below(node)
 
 
-def read(node: Any, base: fx.Node | None) -> Reading | None:
-    """What ``node`` is of ``base``; of a product of two batches of matrices if that is None."""
-    return _ScoresSearch(base).read(node)
+def relatives(base: fx.Node) -> dict[fx.Node, Reading]:
+    """All that is ``base`` moved, scaled or masked; itself first."""
+    found = {base: Reading(base, whole(known_shape(base)))}
+    todo = [base]
+    while todo:
+        for user in todo.pop().users:
+            is_new = user.op == "call_function" and user not in found
+            reading = _read(user, found.get) if is_new and shape_of(user) is not None else None
+            if reading is not None:
+                found[user] = reading
+                todo.append(user)
+    return found
+
+
+def _read(node: fx.Node, below: Below) -> Reading | None:
+    if packet_name(node) in _READERS:
+        return _READERS[packet_name(node)](node, below)
+    given = below(node.args[0]) if is_move(node) else None
+    layout = None if given is None else moved(node, given.layout)
+    return None if given is None or layout is None else replace(given, layout=layout)
 
 
 def _begin(node: fx.Node) -> Reading | None:
@@ -128,18 +138,15 @@ def _begin(node: fx.Node) -> Reading | None:
     assert scaled is not None
     given = node.args[0]
     assert isinstance(given, fx.Node)
-    return scaled if beta == 0 else replace(scaled, added=(Added(given, shape),))
+    return scaled if beta == 0 else scaled.masked(given, shape)
 
 
-def _cast(node: fx.Node, to: _ScoresSearch) -> Reading | None:
-    below = to.read(node.args[0])
-    fits = below is not None and all(
-        dtype_of(n).is_floating_point for n in (node, *node.all_input_nodes)
-    )
-    return below if fits else None
+def _cast(node: fx.Node, below: Below) -> Reading | None:
+    fits = all(dtype_of(n).is_floating_point for n in (node, *node.all_input_nodes))
+    return below(node.args[0]) if fits else None
 
 
-def _scaled(node: fx.Node, to: _ScoresSearch) -> Reading | None:
+def _scaled(node: fx.Node, below: Below) -> Reading | None:
     """Times a number, or divided by one."""
     left, right = node.args[:2]
     factor, given = number(right), left
@@ -147,54 +154,51 @@ def _scaled(node: fx.Node, to: _ScoresSearch) -> Reading | None:
         factor = None if not factor or "rounding_mode" in node.kwargs else 1 / factor
     elif factor is None:
         factor, given = number(left), right
-    below = None if factor is None else to.read(given)
-    return below.times(factor) if below is not None and factor is not None else None
+    found = below(given)
+    return found.times(factor) if found is not None and factor is not None else None
 
 
-def _added(node: fx.Node, to: _ScoresSearch) -> Reading | None:
+def _added(node: fx.Node, below: Below) -> Reading | None:
     shape = known_shape(node)
     if node.kwargs.get("alpha", 1) != 1:
         return None
     left, right = node.args
     for given, other in ((left, right), (right, left)):
-        below = to.read(given)
-        if below is None or not isinstance(other, fx.Node) or shape_of(other) is None:
+        found = below(given)
+        if found is None or not isinstance(other, fx.Node) or shape_of(other) is None:
             continue
         if shape_of(given) == shape:  # type: ignore[arg-type]
-            return replace(below, added=(*below.added, Added(other, shape)))
+            return found.masked(other, shape)
     return None
 
 
-def _where(node: fx.Node, to: _ScoresSearch) -> Reading | None:
+def _where(node: fx.Node, below: Below) -> Reading | None:
     mask, if_true, if_false = node.args
     value, given, is_kept = number(if_true), if_false, False
     if value is None:
         value, given, is_kept = number(if_false), if_true, True
-    return _filled(node, to, mask, given, value, is_kept)
-
-
-def _masked_fill(node: fx.Node, to: _ScoresSearch) -> Reading | None:
-    given, mask, value = node.args
-    return _filled(node, to, mask, given, number(value), False)
+    return _filled(node, below, mask, given, value, is_kept)
 
 
 def _filled(
-    node: fx.Node, to: _ScoresSearch, mask: Any, given: Any, value: float | None, is_kept: bool
+    node: fx.Node, below: Below, mask: Any, given: Any, value: float | None, is_kept: bool
 ) -> Reading | None:
-    below, shape = to.read(given), known_shape(node)
-    if below is None or value is None or shape_of(given) != shape or shape_of(mask) is None:
+    found, shape = below(given), known_shape(node)
+    if found is None or value is None or shape_of(given) != shape or shape_of(mask) is None:
         return None
     if (value != 0 and not value <= VERY_NEGATIVE) or dtype_of(mask) != torch.bool:
         return None
-    return replace(below, filled=(*below.filled, Filled(mask, is_kept, value, shape)))
+    return found.masked(mask, shape, value, is_kept)
 
 
-_READERS: dict[str, Callable[[fx.Node, _ScoresSearch], Reading | None]] = {
+_READERS: dict[str, Callable[[fx.Node, Below], Reading | None]] = {
     **dict.fromkeys(("convert_element_type", "_to_copy"), _cast),
     **dict.fromkeys(("mul", "div"), _scaled),
     "add": _added,
     "where": _where,
-    "masked_fill": _masked_fill,
+    "masked_fill": lambda node, below: _filled(
+        node, below, node.args[1], node.args[0], number(node.args[2]), False
+    ),
 }
 
 
@@ -208,23 +212,22 @@ def read_softmax(node: fx.Node) -> Reading | None:
         return None
     if packet_name(node) == "_softmax":
         fits = node.args[1] in (-1, len(shape) - 1)
-        return _of_forward(read(node.args[0], None)) if fits else None
+        return _of_forward(read(node.args[0])) if fits else None
     if packet_name(node) != "div" or len(node.args) != 2:
         return None
     powers, total = node.args
-    if packet_name(powers) != "exp" or not _reduces(total, "sum", powers):  # type: ignore[arg-type]
+    if packet_name(powers) != "exp" or not reduces(total, "sum", powers):  # type: ignore[arg-type]
         return None
     return _of_forward(_shifted(powers.args[0]))  # type: ignore[union-attr]
 
 
 def _of_forward(scores: Reading | None) -> Reading | None:
     """Scores may not be filled with 0: that is no mask."""
-    if scores is None or any(not mask.value for mask in scores.filled):
-        return None
-    return scores
+    is_mask = scores is None or all(mask.value != 0 for mask in scores.masks)
+    return scores if is_mask else None
 
 
-def _reduces(node: Any, name: str, source: Any) -> bool:
+def reduces(node: Any, name: str, source: Any) -> bool:
     """Whether ``node`` reduces ``source`` along the last dimension, which it keeps."""
     if not isinstance(node, fx.Node) or packet_name(node) != name or len(node.args) < 3:
         return False
@@ -241,8 +244,8 @@ def _shifted(node: Any) -> Reading | None:
     name = packet_name(node) if isinstance(node, fx.Node) else ""
     if name == "sub":
         given, largest = node.args
-        fits = not node.kwargs and _reduces(largest, "amax", given)
-        return read(given, None) if fits else None
+        fits = not node.kwargs and reduces(largest, "amax", given)
+        return read(given) if fits else None
     if name in ("mul", "div"):
         factor = number(node.args[1])
         below = _shifted(node.args[0]) if factor else None

@@ -39,7 +39,7 @@ class Factor:
     def depends(self, region: Region) -> set[fx.Node]:
         found = {self.node, *self.between}
         for node in region.in_order():
-            if any(i in found for i in node.all_input_nodes):
+            if not found.isdisjoint(node.all_input_nodes):
                 found.add(node)
         return found & set(region.kinds)
 
@@ -126,12 +126,8 @@ def _is_linear(node: fx.Node, dependent: set[fx.Node]) -> bool:
     name, named = packet_name(node), arguments_of(node)
     if "reduce" in named or not dtype_of(node).is_floating_point:
         return False
-    read = {
-        key for key, value in named.items() if isinstance(value, fx.Node) and value in dependent
-    }
-    if dependent.intersection(node.all_input_nodes) != {
-        named[key] for key in read
-    }:  # some in lists
+    read = {key for key, one in named.items() if isinstance(one, fx.Node) and one in dependent}
+    if dependent.intersection(node.all_input_nodes) != {named[key] for key in read}:  # in lists
         return name == "cat" and all(i in dependent or _is_zero(i) for i in node.all_input_nodes)
     if name in _IN_ONE:
         is_plain = named.get("rounding_mode") is None and _is_zero(named.get("value", 0))

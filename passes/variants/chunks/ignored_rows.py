@@ -59,26 +59,22 @@ def ignored_rows(region: Region, others: Set[fx.Node] = frozenset()) -> IgnoredR
 def _grown(region: Region, row: IgnoredRows, others: Set[fx.Node]) -> Region | None:
     """The region with all that lies between its results and where they are known."""
     kinds = dict(region.kinds)
-    todo = [n for n, kind in kinds.items() if kind == "row" and not row.is_known(n)]
+    todo = [n for n, kind in kinds.items() if kind == "row" and row.value(n) is None]
     while todo:
         for reader in readers(todo.pop()):
             if reader in kinds:
                 continue
-            if reader in others or not _may_join(region, reader):
+            is_narrow = reader.op == "call_function" and not region.is_big(reader)
+            if reader in others or not is_narrow or not region.is_forward(reader):
+                return None
+            if region.calls(reader, "row") is None:
                 return None
             kinds[reader] = "row"
-            if not row.is_known(reader):
+            if row.value(reader) is None:
                 todo.append(reader)
         if len(kinds) > MOST_NODES:
             return None
     return replace(region, kinds=kinds)
-
-
-def _may_join(region: Region, node: fx.Node) -> bool:
-    """Whether a node is a narrow one of the forward that goes row by row."""
-    if node.op != "call_function" or not region.is_forward(node) or region.is_big(node):
-        return False
-    return region.calls(node, "row") is not None
 
 
 # --- labels --------------------------------------------------------------------------------------
@@ -104,12 +100,10 @@ def _labels(region: Region) -> list[Label]:
                 if source.op == "placeholder" and not is_tangent(source):
                     found[Label(source, known(0, dtype_of(source)).number)] = None
     kept = (label for label in found if label.node not in region.joint.mutated)
-
-    def depends(label: Label) -> bool:
-        sources = computed_from([label.node])
-        return any(one in region.kinds or is_tangent(one) for one in sources)
-
-    return [label for label in kept if not depends(label)]
+    return [
+        label for label in kept
+        if not any(one in region.kinds or is_tangent(one) for one in computed_from([label.node]))
+    ]  # fmt: skip
 
 
 def _is_one_a_row(region: Region, node: fx.Node) -> bool:
@@ -148,9 +142,6 @@ class IgnoredRows:
     def value(self, node: fx.Node) -> Value:
         return self.values.get(node) or _constant(node)
 
-    def is_known(self, node: fx.Node) -> bool:
-        return self.value(node) is not None
-
     def result(self, node: fx.Node, kind: Kind) -> Value:
         parts: list[Value] = []
 
@@ -168,23 +159,24 @@ class IgnoredRows:
     def follow(self) -> IgnoredRows:
         """Everything that is known because of the label."""
         self.values[self.label.node] = Known(self.label.number)
-        node = self.label.node.next
-        while node.op != "root":
+        for node in self.region.joint.module.graph.nodes:
             kind = self.region.kinds.get(node, "row")
             if kind != "sum" and any(i in self.values for i in node.all_input_nodes):
                 found = self.result(node, kind)
                 if found is not None:
                     self.values[node] = found
-            node = node.next
         return self
 
     def leave_out(self, loops: tuple[Loop, ...]) -> tuple[Loop, ...]:
         """All loops of the region, leaving these rows out; none where it cannot be shown."""
         outside = set(self.region.read_outside())
-        results = [self.results(loop, outside) for loop in loops]
-        if None in results:
-            return ()
-        return tuple(self.with_ignored(*pair) for pair in zip(loops, results, strict=True))  # type: ignore[arg-type]
+        found: list[Loop] = []
+        for loop in loops:
+            results = self.results(loop, outside)
+            if results is None:
+                return ()
+            found.append(self.with_ignored(loop, results))
+        return tuple(found)
 
     def results(self, loop: Loop, outside: set[fx.Node]) -> list[Number] | None:
         """What the results of a loop are; None if one is not known that is read outside."""

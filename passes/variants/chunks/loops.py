@@ -54,7 +54,6 @@ class Loop:
     ``dense`` are row inputs that must be dense behind their rows, because they are reshaped.
     """
 
-    level: int
     rows: tuple[fx.Node, ...]
     whole: tuple[fx.Node, ...]
     dense: frozenset[fx.Node]
@@ -83,18 +82,15 @@ class _ProgramWriter:
         made_of_nothing = kind == "row" and not node.all_input_nodes
         return made_of_nothing and self.region.calls(node, kind) is not None
 
-    def slice_of(self, results: list[fx.Node]) -> list[tuple[fx.Node, Kind]]:
+    def write(self, results: list[fx.Node]) -> None:
         """Everything to compute for the results, in graph order."""
 
         def read(one: tuple[fx.Node, Kind]) -> list[tuple[fx.Node, Kind]]:
             given = operands(self.region.known_calls(*one))
             return [(o.node, o.kind) for o in given if self.is_computed(o)]
 
-        found = reached(((node, self.region.kinds[node]) for node in results), read)
-        return sorted(found)
-
-    def write(self, results: list[fx.Node]) -> None:
-        for node, kind in self.slice_of(results):
+        wanted = ((node, self.region.kinds[node]) for node in results)
+        for node, kind in sorted(reached(wanted, read)):
             parts: list[int] = []
             for call in self.region.known_calls(node, kind):
                 parts.append(self.add(call.with_other(partial(self.argument, parts))))
@@ -158,7 +154,7 @@ class _ProgramWriter:
             lambda n: starts[n // BLOCK] + n % BLOCK, len(rows), len(whole)
         )
 
-    def as_loop(self, level: int, results: list[fx.Node]) -> Loop:
+    def as_loop(self, results: list[fx.Node]) -> Loop:
         self.write(results)
         rows, whole, *_ = self.blocks
         if not rows:
@@ -167,7 +163,7 @@ class _ProgramWriter:
         program = with_one_hot_rows(self.program(results), row_shapes, whole)
         program, rows_read, whole_read = without_unused(program)
         return Loop(
-            level, tuple(rows[n] for n in rows_read), tuple(whole[n] for n in whole_read),
+            tuple(rows[n] for n in rows_read), tuple(whole[n] for n in whole_read),
             frozenset(self.dense), program, tuple(results),
         )  # fmt: skip
 
@@ -186,7 +182,7 @@ def plan_loops(region: Region, level: Mapping[fx.Node, int]) -> list[Loop]:
             narrow = not region.is_big(node) and not region.is_view(node)
             return level[node] < now and (kind == "sum" or (narrow and node in depending_on_big))
 
-        loops.append(_ProgramWriter(region, stops).as_loop(now, results))
+        loops.append(_ProgramWriter(region, stops).as_loop(results))
         for node in (*loops[-1].rows, *loops[-1].whole):
             if node in region.kinds:
                 wanted.setdefault(level[node], set()).add(node)
@@ -198,14 +194,25 @@ def plan_loops(region: Region, level: Mapping[fx.Node, int]) -> list[Loop]:
 
 @dataclass(frozen=True)
 class OneHotRow:
-    """The element of each row that may differ from zero: values [rows, 1] of the program.
+    """Rows of zeros but for one element: where, of how many, and what.
 
-    ``element`` is a number while it is the same for all rows (``is_number``).
+    ``index`` is a value [rows, 1] of the program. So is ``element``, or it is one number.
     """
 
     index: int
-    element: int | float
-    is_number: bool
+    width: int
+    element: Ref | float
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    """Rows that are true at an index alone."""
+
+    index: int
+
+
+Fact = float | str | OneHotRow | _Comparison
+"""What is known of a value: the number that fills it; "iota" for 0, 1, 2, ... in one row."""
 
 
 def constant_of(node: fx.Node) -> float | str | None:
@@ -229,200 +236,156 @@ class _Simplifier:
     """Walks a program once; new instructions go where the old ones are."""
 
     def __init__(
-        self,
-        program: Program,
-        row_shapes: Sequence[tuple[int, ...]],
-        constants: Mapping[int, float | str],
+        self, program: Program, shapes: Sequence[tuple[int, ...]], facts: dict[int, Fact]
     ) -> None:
-        self.program, self.row_shapes, self.constants = program, row_shapes, constants
+        self.program, self.facts = program, facts
+        self.shapes = [*shapes, *(one.row_shape for one in program.setup)]
         self.loop: list[Instruction] = []
-        self.renamed: dict[int, int] = {}
-        self.compared_indices: dict[int, int] = {}
-        self.one_hot_rows: dict[int, OneHotRow] = {}
-        self.placed_elements: dict[int, tuple[int, int]] = {}
+        self.placed_elements: dict[OneHotRow, tuple[int, int]] = {}
 
-    def row_shape(self, number: int) -> tuple[int, ...]:
-        if number < self.program.first:
-            return self.row_shapes[number]
-        if number < self.program.start:
-            return self.program.setup[number - self.program.first].row_shape
-        return self.loop[number - self.program.start].row_shape
+    def run(self) -> Program:
+        renamed: dict[int, int] = {}
+        for number, one in enumerate(self.program.loop, self.program.start):
+            one = one.renumbered(lambda n: renamed.get(n, n))
+            numbers = [a.number for a in one.args if isinstance(a, Ref)]
+            found = None if one.kwargs else self.replacement(one, numbers)
+            if found is None:
+                found = self.append(one)
+                fact = self.fact(one, numbers) if one.kind == "row" else None
+                if fact is not None:
+                    self.facts[found] = fact
+            renamed[number] = found
+        results = tuple(renamed.get(n, n) for n in self.program.results)
+        return replace(self.program, loop=tuple(self.loop), results=results)
 
-    def is_one_a_row(self, number: int) -> bool:
-        has_rows = number < self.program.num_rows or number >= self.program.start
-        return has_rows and self.row_shape(number) == (1,)
-
-    def made_by(self, number: int) -> Instruction | None:
-        number -= self.program.start
-        return self.loop[number] if number >= 0 else None
+    def append(self, one: Instruction) -> int:
+        self.loop.append(one)
+        self.shapes.append(one.row_shape)
+        return len(self.shapes) - 1
 
     def add(self, op: str, *args: Any, like: Instruction, row_shape: tuple[int, ...] = (1,),
             dtype: torch.dtype | None = None) -> int:  # fmt: skip
-        dtype = like.dtype if dtype is None else dtype
-        self.loop.append(Instruction(op, args, {}, "row", row_shape, dtype))
-        return self.program.start + len(self.loop) - 1
+        return self.append(Instruction(op, args, {}, "row", row_shape, dtype or like.dtype))
 
-    def run(self) -> Program:
-        for position, one in enumerate(self.program.loop):
-            one = one.renumbered(lambda n: self.renamed.get(n, n))
-            number = self.program.start + position
-            replacement = self.replacement(one)
-            self.loop.append(one)
-            mine = self.program.start + len(self.loop) - 1
-            self.renamed[number] = mine if replacement is None else replacement
-            if replacement is None:
-                self.remember(mine, one)
-        results = tuple(self.renamed.get(n, n) for n in self.program.results)
-        return _without_dead(replace(self.program, loop=tuple(self.loop), results=results))
+    def made_by(self, number: int) -> Instruction | None:
+        return self.loop[number - self.program.start] if number >= self.program.start else None
 
-    # What is a point.
+    def is_one_a_row(self, number: int) -> bool:
+        has_rows = number < self.program.num_rows or number >= self.program.start
+        return has_rows and self.shapes[number] == (1,)
 
-    def remember(self, number: int, one: Instruction) -> None:
-        """Remember an instruction that compares with positions or makes a point."""
-        if one.kind != "row":
-            return
-        if one.op == "aten.eq.Tensor":
-            self.remember_comparison(number, one)
-        elif one.op == "aten.where.self":
-            condition, true, false = (a.number for a in one.args)
-            index, element = self.compared_indices.get(condition), self.constants.get(true)
-            is_zero = self.constants.get(false) == 0.0
-            if index is not None and is_zero and isinstance(element, float):
-                self.one_hot_rows[number] = OneHotRow(index, element, True)
-        elif one.op == "aten.mul.Tensor":
-            self.remember_product(number, one)
-        elif one.op == "prims.convert_element_type.default":
-            self.remember_conversion(number, one)
-
-    def remember_comparison(self, number: int, one: Instruction) -> None:
-        pair = [a.number for a in one.args if isinstance(a, Ref)]
-        if len(pair) != 2:
-            return
-        for index, positions in (pair, pair[::-1]):
-            made = self.made_by(index)
-            if made is not None and made.op == "aten.expand.default":
-                index = made.args[0].number
-            if self.constants.get(positions) != "iota" or not self.is_one_a_row(index):
-                continue
-            if len(one.row_shape) == 1 and self.row_shape(positions)[-1:] == one.row_shape:
-                self.compared_indices[number] = index
-
-    def remember_product(self, number: int, one: Instruction) -> None:
-        pair = [a.number for a in one.args if isinstance(a, Ref)]
-        for one_hot, factor in (pair, pair[::-1]) if len(pair) == 2 else ():
-            found = self.one_hot_rows.get(one_hot)
-            if found and factor not in self.one_hot_rows and self.is_one_a_row(factor):
-                element = found.element if found.is_number else Ref(int(found.element))
-                made = self.add("aten.mul.Tensor", Ref(factor), element, like=one)
-                # The instruction itself is in front of what was added; its number stays.
-                self.one_hot_rows[number] = OneHotRow(found.index, made, False)
-                return
-
-    def remember_conversion(self, number: int, one: Instruction) -> None:
-        """Zeros stay zeros in another type."""
-        (source,) = one.reads
-        found = self.one_hot_rows.get(source)
-        if found is None:
-            return
-        if not found.is_number:
-            made = self.add(one.op, Ref(int(found.element)), *one.args[1:], like=one)
-            self.one_hot_rows[number] = OneHotRow(found.index, made, False)
-        elif torch.tensor(found.element, dtype=one.dtype).item() == found.element:
-            self.one_hot_rows[number] = found
-
-    # What reads a point.
-
-    def replacement(self, one: Instruction) -> int | None:
-        """The value that may be read in place of what the instruction gives."""
-        numbers = [a.number for a in one.args if isinstance(a, Ref)]
-        if one.kwargs or not any(self.is_element(n) for n in numbers):
-            return None
-        if one.op == "aten.sum.dim_IntList" and one.kind == "row" and one.row_shape == (1,):
-            return self.placed(self.one_hot_rows[numbers[0]], one)[1]
-        if one.op in ("aten.add.Tensor", "aten.sub.Tensor") and len(numbers) == 2:
-            return self.added(one, *numbers)
+    def fact(self, one: Instruction, numbers: list[int]) -> Fact | None:
+        """What is known of the rows that an instruction gives: zeros stay zeros."""
+        match one.op, [self.facts.get(n) for n in numbers]:
+            case "aten.eq.Tensor", [_, "iota"]:
+                return self.comparison(one, *numbers)
+            case "aten.eq.Tensor", ["iota", _]:
+                return self.comparison(one, *numbers[::-1])
+            case "aten.where.self", [_Comparison(index), float(element), 0.0]:
+                return OneHotRow(index, one.row_shape[0], element)
+            case "aten.mul.Tensor", [OneHotRow() as row, None | float()]:
+                return self.multiplied(one, row, numbers[1])
+            case "aten.mul.Tensor", [None | float(), OneHotRow() as row]:
+                return self.multiplied(one, row, numbers[0])
+            case "prims.convert_element_type.default", [OneHotRow(element=Ref()) as row]:
+                made = self.add(one.op, row.element, *one.args[1:], like=one)
+                return replace(row, element=Ref(made))
+            case "prims.convert_element_type.default", [OneHotRow(element=number) as row]:
+                is_exact = torch.tensor(number, dtype=one.dtype).item() == number
+                return row if is_exact else None
         return None
 
-    def is_element(self, number: int) -> bool:
-        return number in self.one_hot_rows and not self.one_hot_rows[number].is_number
+    def comparison(self, one: Instruction, index: int, positions: int) -> Fact | None:
+        made = self.made_by(index)
+        if made is not None and made.op == "aten.expand.default":
+            index = made.args[0].number
+        is_whole = len(one.row_shape) == 1 and self.shapes[positions][-1:] == one.row_shape
+        return _Comparison(index) if is_whole and self.is_one_a_row(index) else None
 
-    def placed(self, one_hot: OneHotRow, like: Instruction) -> tuple[int, int]:
-        """The index, inside the row, and the element there: 0 for an index outside."""
-        element = int(one_hot.element)
-        if element not in self.placed_elements:
-            (width,) = {self.row_shape(n) for n, p in self.one_hot_rows.items() if p == one_hot}
-            inside = self.add("aten.clamp.default", Ref(one_hot.index), 0, width[0] - 1, like=like,
-                              dtype=torch.int64)  # fmt: skip
-            same = self.add("aten.eq.Tensor", Ref(inside), Ref(one_hot.index), like=like,
-                            dtype=torch.bool)  # fmt: skip
-            zero = self.add("aten.mul.Tensor", Ref(element), 0, like=like)
-            kept = self.add("aten.where.self", Ref(same), Ref(element), Ref(zero), like=like)
-            self.placed_elements[element] = inside, kept
-        return self.placed_elements[element]
-
-    def added(self, one: Instruction, left: int, right: int) -> int | None:
-        """A point and a row that has all elements."""
-        one_hot, dense = (left, right) if self.is_element(left) else (right, left)
-        if dense in self.one_hot_rows or self.row_shape(dense) != one.row_shape:
+    def multiplied(self, one: Instruction, row: OneHotRow, factor: int) -> Fact | None:
+        if not self.is_one_a_row(factor):
             return None
-        index, element = self.placed(self.one_hot_rows[one_hot], one)
-        if one.op == "aten.sub.Tensor":
-            if one_hot == left:
-                dense = self.negated(dense, one)
-            else:
-                element = self.add("aten.neg.default", Ref(element), like=one)
+        made = self.add("aten.mul.Tensor", Ref(factor), row.element, like=one)
+        return replace(row, element=Ref(made))
+
+    def replacement(self, one: Instruction, numbers: list[int]) -> int | None:
+        """The value that may be read in place of what the instruction gives."""
+        match one.op, [self.facts.get(n) for n in numbers]:
+            case "aten.sum.dim_IntList", [OneHotRow(element=Ref()) as row]:
+                is_row = one.kind == "row" and one.row_shape == (1,)
+                return self.placed(row, one)[1] if is_row else None
+            case "aten.add.Tensor" | "aten.sub.Tensor", [OneHotRow(element=Ref()) as row, other]:
+                is_dense = not isinstance(other, OneHotRow)
+                return self.added(one, row, numbers[1], is_first=True) if is_dense else None
+            case "aten.add.Tensor" | "aten.sub.Tensor", [other, OneHotRow(element=Ref()) as row]:
+                is_dense = not isinstance(other, OneHotRow)
+                return self.added(one, row, numbers[0], is_first=False) if is_dense else None
+        return None
+
+    def placed(self, row: OneHotRow, like: Instruction) -> tuple[int, int]:
+        """The index, inside the row, and the element there: 0 for an index outside."""
+        if row not in self.placed_elements:
+            index = Ref(row.index)
+            inside = self.add("aten.clamp.default", index, 0, row.width - 1, like=like,
+                              dtype=torch.int64)  # fmt: skip
+            same = self.add("aten.eq.Tensor", Ref(inside), index, like=like, dtype=torch.bool)
+            zero = self.add("aten.mul.Tensor", row.element, 0, like=like)
+            kept = self.add("aten.where.self", Ref(same), row.element, Ref(zero), like=like)
+            self.placed_elements[row] = inside, kept
+        return self.placed_elements[row]
+
+    def added(self, one: Instruction, row: OneHotRow, dense: int, is_first: bool) -> int | None:
+        """A one-hot row and one that has all elements."""
+        if self.shapes[dense] != one.row_shape:
+            return None
+        index, element = self.placed(row, one)
+        if one.op == "aten.sub.Tensor" and is_first:
+            dense = self.negated(dense, one)
+        elif one.op == "aten.sub.Tensor":
+            element = self.add("aten.neg.default", Ref(element), like=one)
         return self.add("aten.scatter_add.default", Ref(dense), 1, Ref(index), Ref(element),
                         like=one, row_shape=one.row_shape)  # fmt: skip
 
     def negated(self, number: int, like: Instruction) -> int:
         """Minus a value; of a product with one number a row, that number is negated instead."""
         made = self.made_by(number)
-        if made is not None and made.op == "aten.mul.Tensor":
-            for position, factor in enumerate(made.args):
-                if isinstance(factor, Ref) and self.is_one_a_row(factor.number):
-                    minus = Ref(self.add("aten.neg.default", factor, like=like))
-                    args = tuple(minus if p == position else a for p, a in enumerate(made.args))
-                    return self.add(made.op, *args, like=made, row_shape=made.row_shape)
+        for place, factor in enumerate(made.args if made and made.op == "aten.mul.Tensor" else ()):
+            if made and isinstance(factor, Ref) and self.is_one_a_row(factor.number):
+                minus = Ref(self.add("aten.neg.default", factor, like=like))
+                args = (*made.args[:place], minus, *made.args[place + 1 :])
+                return self.add(made.op, *args, like=made, row_shape=made.row_shape)
         return self.add("aten.neg.default", Ref(number), like=like, row_shape=like.row_shape)
 
 
-def _without_dead(program: Program) -> Program:
-    """The program less the instructions that nobody reads."""
-    start = program.start
-    wanted = reached(program.results, lambda n: program[n].reads if n >= start else ())
-    kept = [p for p in range(len(program.loop)) if start + p in wanted]
-    numbers = {start + old: start + new for new, old in enumerate(kept)}
-    left = replace(program, loop=tuple(program.loop[p] for p in kept))
-    return left.renumbered(lambda n: numbers.get(n, n), program.num_rows, program.num_whole)
-
-
 def without_unused(program: Program) -> tuple[Program, list[int], list[int]]:
-    """The program less inputs that nobody reads, and the positions of those that stay.
+    """The program less what nobody reads in its loop and among its inputs, and the inputs left.
 
     Without any rows there would be no number of rows, so one row input stays.
     """
-    read = {number for one in program.instructions for number in one.reads}
+    first, start = program.first, program.start
+    read = reached(
+        (*program.results, *range(first, start)), lambda n: program[n].reads if n >= first else ()
+    )
     rows = [n for n in range(program.num_rows) if n in read] or [0]
-    whole = [n for n in range(program.num_rows, program.first) if n in read]
-    later = range(program.first, program.start + len(program.loop))
-    numbers = {old: new for new, old in enumerate([*rows, *whole, *later])}
-
-    made = program.renumbered(numbers.__getitem__, len(rows), len(whole))
+    whole = [n for n in range(program.num_rows, first) if n in read]
+    loop = [n for n in range(start, start + len(program.loop)) if n in read]
+    numbers = {old: new for new, old in enumerate([*rows, *whole, *range(first, start), *loop])}
+    left = replace(program, loop=tuple(program[n] for n in loop))
+    made = left.renumbered(numbers.__getitem__, len(rows), len(whole))
     return made, rows, [n - program.num_rows for n in whole]
 
 
 def with_one_hot_rows(
     program: Program, rows: Sequence[tuple[int, ...]], whole: Sequence[fx.Node]
 ) -> Program:
-    """The program with points where rows are zero but for one element.
+    """The program with one-hot rows as indices and elements.
 
     ``rows`` are the shapes of row inputs behind their rows, ``whole`` the nodes of whole inputs.
     """
-    known = {n: constant_of(node) for n, node in enumerate(whole, program.num_rows)}
-    constants = {number: value for number, value in known.items() if value is not None}
-    shapes = [*rows, *(shape_of(node) or () for node in whole)]
+    known = enumerate(map(constant_of, whole), program.num_rows)
+    facts: dict[int, Fact] = {number: found for number, found in known if found is not None}
     for number, one in enumerate(program.setup, program.first):
         (source,) = one.reads
-        if source in constants:
-            constants[number] = constants[source]
-    return _Simplifier(program, shapes, constants).run()
+        if source in facts:
+            facts[number] = facts[source]
+    return _Simplifier(program, [*rows, *(shape_of(node) or () for node in whole)], facts).run()

@@ -21,9 +21,10 @@ bias are sums, and so are mean and variance over all images.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import reduce
+from itertools import accumulate
 from math import prod
 from typing import Any
 
@@ -79,14 +80,8 @@ def operands(calls: Calls) -> Iterator[Operand]:
 
 def row_cut(shape: Shape, rows: int) -> int | None:
     """How many leading dimensions are the rows; None if their product is never ``rows``."""
-    product = 1
-    for position, size in enumerate(shape, 1):
-        product *= size
-        if product == rows:
-            return position
-        if product > rows or product == 0:
-            return None
-    return None
+    products = list(accumulate(shape, operator.mul))
+    return products.index(rows) + 1 if rows in products else None
 
 
 def row_shape_of(node: fx.Node, rows: int) -> Shape | None:
@@ -109,30 +104,27 @@ def _demand(fits: bool) -> None:
 
 def calls_of(node: fx.Node, kind: Kind, rows: int) -> Calls | None:
     """The calls that compute ``node`` as ``kind``, a few of ``rows`` rows at a time."""
+    name = _name(node)
     try:
-        return _calls_of(node, kind, rows)
+        if kind != "row":
+            return _OTHERS[kind, name](node, rows) if (kind, name) in _OTHERS else None
+        rule = _ROWS.get(name, _elementwise if _is_elementwise(node) else None)
+        cut = row_cut(_shape(node), rows)
+        return None if rule is None or cut is None else rule(node, cut)
     except _MixesRows:
         return None
 
 
-def _calls_of(node: fx.Node, kind: Kind, rows: int) -> Calls | None:
+def _name(node: fx.Node) -> str:
+    """The operator; of one of several results with its place, as ``var_mean#0``."""
     if node.target is operator.getitem:
-        return _item(node, kind, rows)
-    if node.op != "call_function" or not isinstance(node.target, OpOverload):
-        return None
-    shape, name = _shape(node), packet_name(node)
-    if kind == "sum":
-        return _SUMS[name](node, rows) if name in _SUMS else None
-    if kind == "last":
-        return _transposed(node, rows) if name in ("permute", "t", "transpose") else None
-    cut = row_cut(shape, rows)
-    if kind != "row" or cut is None:
-        return None
-    if name in _ROWS:
-        return _ROWS[name](node, cut)
-    if torch.Tag.pointwise in node.target.tags or name in _ELEMENTWISE:
-        return _elementwise(node, cut)
-    return None
+        return f"{packet_name(first_operand(node))}#{node.args[1]}"
+    return packet_name(node)
+
+
+def _is_elementwise(node: fx.Node) -> bool:
+    known = isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags
+    return known or packet_name(node) in ("convert_element_type", "clone", "where")
 
 
 # --- operands ------------------------------------------------------------------------------
@@ -164,20 +156,12 @@ def _same_rows(node: Any, shape: Shape, cut: int) -> Operand:
     return Operand(node, "row", own[cut:])
 
 
-def _whole(node: Any) -> Operand:
-    return Operand(node, "whole", _shape(node))
-
-
 def _images(node: Any, rows: int) -> Operand:
     return _same_rows(node, (rows,), 1)
 
 
-def _behind(dims: Any, rank: int, cut: int) -> list[int]:
-    """Dimensions of an operand as those of [c, *row_shape]; none may be of the rows."""
-    listed = [dims] if isinstance(dims, int) else list(dims or [])
-    found = [d + rank if d < 0 else d for d in listed]
-    _demand(bool(listed) and min(found) >= cut)
-    return [d - cut + 1 for d in found]
+def _whole(node: Any) -> Operand:
+    return Operand(node, "whole", _shape(node))
 
 
 def _row(node: fx.Node, cut: int, op: str, *args: Any, **kwargs: Any) -> Instruction:
@@ -189,10 +173,79 @@ def _cast(given: Operand, dtype: torch.dtype) -> Instruction:
     return Instruction(op, (given, dtype), {}, given.kind, given.row_shape, dtype)
 
 
+# --- calls that follow from their arguments ------------------------------------------------
+
+RowRule = Callable[[fx.Node, int], Calls]
+Read = Callable[[Any, fx.Node, int], Any]
+"""It gives what stands in the call for an argument of a node."""
+
+
+def _rows(given: Any, node: fx.Node, cut: int) -> Any:
+    """One or several operands with the rows of the result, or a number."""
+    if isinstance(given, (list, tuple)):
+        _demand(all(dtype_of(one) == dtype_of(node) for one in given))
+        return [_rows(one, node, cut) for one in given]
+    return _same_rows(given, known_shape(node), cut) if isinstance(given, fx.Node) else given
+
+
+def _broadcast(given: Any, node: fx.Node, cut: int) -> Operand:
+    return _aligned(given, known_shape(node), cut)
+
+
+def _same_for_all(given: Any, node: fx.Node, cut: int) -> Operand | None:
+    return None if given is None else _whole(given)
+
+
+def _dims(given: Any, node: fx.Node, cut: int) -> int | list[int]:
+    """Dimensions of an operand as those of [c, *row_shape]; none may be of the rows."""
+    rank = len(_shape(node.all_input_nodes[0]))
+    listed = [given] if isinstance(given, int) else list(given or [])
+    found = [d % rank - cut + 1 for d in listed]
+    _demand(bool(found) and min(found) > 0)
+    return found[0] if isinstance(given, int) else found
+
+
+def _number(given: Any, node: fx.Node, cut: int) -> Any:
+    _demand(not isinstance(given, fx.Node))
+    return given
+
+
+def _pads(given: Any, node: fx.Node, cut: int) -> list[int]:
+    _demand(len(given) // 2 <= len(known_shape(node)) - cut)
+    return list(given)
+
+
+def _same_call(*reads: Read, one_dim: bool = False) -> RowRule:
+    """The same operator, its first arguments read so; the others say nothing more of a row.
+
+    With ``one_dim`` the rows have to be one dimension.
+    """
+
+    def calls(node: fx.Node, cut: int) -> Calls:
+        named = arguments_of(node)
+        _demand(len(named) >= len(reads) and "reduce" not in named and (cut == 1 or not one_dim))
+        args = [read(given, node, cut) for read, given in zip(reads, named.values(), strict=False)]
+        scales = {k: named[k] for k in ("beta", "alpha") if named.get(k, 1) != 1}
+        return (_row(node, cut, str(node.target), *args, **scales),)
+
+    return calls
+
+
+_reduce = _same_call(_rows, _dims, _number)
+
+
+def _total(node: fx.Node, cut: int) -> Calls:
+    """A sum or a mean: in the type of the result."""
+    (call,) = _reduce(node, cut)
+    given, *rest = call.args
+    if dtype_of(given.node) == dtype_of(node):
+        return (call,)
+    return _cast(given, dtype_of(node)), replace(call, args=(Result(0), *rest))
+
+
 # --- one row in, one row out ---------------------------------------------------------------
 
 
-_ELEMENTWISE = frozenset({"convert_element_type", "clone", "where"})
 _COMPARING = frozenset(
     {
         "eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_not", "isnan",
@@ -279,64 +332,6 @@ def _transposed(node: fx.Node, rows: int) -> Calls:
     return (Instruction("aten.permute.default", args, {}, "last", read.row_shape, dtype_of(node)),)
 
 
-def _reduce(node: fx.Node, cut: int) -> Calls:
-    """Reductions along the rest; the first argument behind the operand says which dimensions."""
-    named, name = arguments_of(node), packet_name(node)
-    read = _same_rows(named["self"], known_shape(node), cut)
-    dims = _behind(named.get("dim"), len(read.row_shape) + cut, cut)
-    given: Any = read
-    calls: list[Instruction] = []
-    if name in ("sum", "mean") and dtype_of(read.node) != dtype_of(node):
-        calls, given = [_cast(read, dtype_of(node))], Result(0)
-    args = [given, dims[0] if isinstance(named["dim"], int) else dims]
-    args.append(named["half_to_float"] if "half_to_float" in named else named["keepdim"])
-    calls.append(_row(node, cut, str(node.target), *args))
-    return tuple(calls)
-
-
-def _softmax_backward(node: fx.Node, cut: int) -> Calls:
-    named, shape = arguments_of(node), known_shape(node)
-    given = [_same_rows(named[key], shape, cut) for key in ("grad_output", "output")]
-    (dim,) = _behind(named["dim"], len(shape), cut)
-    return (_row(node, cut, str(node.target), *given, dim, named["input_dtype"]),)
-
-
-def _pick(node: fx.Node, cut: int) -> Calls:
-    named = arguments_of(node)
-    source = _same_rows(named["self"], known_shape(node), cut)
-    (dim,) = _behind(named["dim"], len(source.row_shape) + cut, cut)
-    others = [v for key, v in named.items() if key not in ("self", "dim")]
-    _demand(not any(isinstance(v, fx.Node) for v in others))
-    return (_row(node, cut, str(node.target), source, dim, *others),)
-
-
-def _cat(node: fx.Node, cut: int) -> Calls:
-    named, shape = arguments_of(node), known_shape(node)
-    parts = [_same_rows(one, shape, cut) for one in named["tensors"]]
-    (dim,) = _behind(named["dim"], len(shape), cut)
-    _demand(all(dtype_of(part.node) == dtype_of(node) for part in parts))
-    return (_row(node, cut, "aten.cat.default", parts, dim),)
-
-
-def _pad(node: fx.Node, cut: int) -> Calls:
-    named = arguments_of(node)
-    source = _same_rows(named["self"], known_shape(node), cut)
-    _demand(len(named["pad"]) // 2 <= len(source.row_shape))
-    return (_row(node, cut, str(node.target), source, list(named["pad"]), named["value"]),)
-
-
-def _gather(node: fx.Node, cut: int) -> Calls:
-    """gather and the scatters: along the rest, operands with the same rows."""
-    named, shape = arguments_of(node), known_shape(node)
-    (dim,) = _behind(named["dim"], len(shape), cut)
-    args = [
-        _same_rows(v, shape, cut) if isinstance(v, fx.Node) else dim if key == "dim" else v
-        for key, v in named.items()
-        if key != "sparse_grad"
-    ]
-    return (_row(node, cut, str(node.target), *args),)
-
-
 def _full(node: fx.Node, cut: int) -> Calls:
     value = arguments_of(node)["fill_value"]
     _demand(not isinstance(value, fx.Node))
@@ -345,31 +340,7 @@ def _full(node: fx.Node, cut: int) -> Calls:
     return (_row(node, cut, "aten.full.default", size, value, **kwargs),)
 
 
-# --- matmuls ---------------------------------------------------------------------------------
-
-
-def _scales(named: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: named[k] for k in ("beta", "alpha") if named.get(k, 1) != 1}
-
-
-def _mm(node: fx.Node, cut: int) -> Calls:
-    named, shape = arguments_of(node), known_shape(node)
-    _demand(cut == 1)
-    adds = "mat1" in named  # addmm
-    added = [_aligned(named["self"], shape, cut)] if adds else []
-    left = _same_rows(named["mat1" if adds else "self"], shape, cut)
-    args = [*added, left, _whole(named["mat2"])]
-    return (_row(node, cut, str(node.target), *args, **_scales(named)),)
-
-
-def _bmm(node: fx.Node, cut: int) -> Calls:
-    named, shape = arguments_of(node), known_shape(node)
-    _demand(cut == 1)
-    adds = "batch1" in named  # baddbmm
-    added = [_aligned(named["self"], shape, cut)] if adds else []
-    keys = ("batch1", "batch2") if adds else ("self", "mat2")
-    given = [_same_rows(named[key], shape, cut) for key in keys]
-    return (_row(node, cut, str(node.target), *added, *given, **_scales(named)),)
+# --- sums over rows --------------------------------------------------------------------------
 
 
 def _sum_of_products(node: fx.Node, rows: int) -> Calls:
@@ -415,36 +386,28 @@ def _added_up(read: Operand, behind: list[int], node: fx.Node) -> Calls:
 # --- convolutions and normalisation: rows are images -------------------------------------------
 
 
-def _convolution(node: fx.Node, cut: int) -> Calls:
-    given, weight, bias, *how = node.args
-    shape = known_shape(node)
-    _demand(cut == 1 and len(shape) >= len(("images", "channels", "places")))
-    added = None if bias is None else _whole(bias)
-    args = (_same_rows(given, shape, cut), _whole(weight), added, *how)
-    return (_row(node, cut, CONVOLUTION, *args),)
-
-
-def _gradient_of_input(item: fx.Node, call: fx.Node, rows: int) -> Calls:
+def _gradient_of_input(item: fx.Node, cut: int) -> Calls:
+    call = first_operand(item)
     gradient, _, weight = call.args[:3]
-    read, wide, _ = _images(gradient, rows), _whole(weight), _shape(item)
-    return (_row(item, 1, CONVOLUTION, read, wide, None, *of_input(call)),)
+    read = _same_rows(gradient, _shape(item), cut)
+    return (_row(item, cut, CONVOLUTION, read, _whole(weight), None, *of_input(call)),)
 
 
-def _gradient_of_weight(item: fx.Node, call: fx.Node, rows: int) -> Calls:
-    gradient, given, weight, _, *how, _ = call.args
+def _gradient_of_weight(item: fx.Node, rows: int) -> Calls:
+    gradient, given, weight, _, *how, _ = first_operand(item).args
     pair = [_images(n, rows) for n in (gradient, given)]
     args = (*pair, _whole(weight), None, *how, [False, True, False])
     return (Instruction(GRADIENT_OF_WEIGHT, args, {}, "sum", _shape(item), dtype_of(item)),)
 
 
-def _gradient_of_bias(item: fx.Node, call: fx.Node, rows: int) -> Calls:
-    read = _images(call.args[0], rows)
+def _gradient_of_bias(item: fx.Node, rows: int) -> Calls:
+    read = _images(first_operand(item).args[0], rows)
     return _added_up(read, list(range(2, len(read.row_shape) + 1)), item)
 
 
-def _moment(item: fx.Node, call: fx.Node, rows: int) -> Calls:
+def _moment(item: fx.Node, rows: int) -> Calls:
     """Mean or variance over all images and perhaps along the rest."""
-    named = arguments_of(call)
+    named = arguments_of(first_operand(item))
     read = _images(named["self"], rows)
     rank = len(read.row_shape) + 1
     dims = sorted(d % rank for d in named["dim"] or range(rank))
@@ -456,36 +419,40 @@ def _moment(item: fx.Node, call: fx.Node, rows: int) -> Calls:
     return (Instruction(op, (read, dims), {"correction": correction}, "sum", left, dtype_of(item)),)
 
 
-_ITEMS: dict[tuple[str, int], tuple[Kind, Callable[[fx.Node, fx.Node, int], Calls]]] = {
-    ("convolution_backward", 0): ("row", _gradient_of_input),
-    ("convolution_backward", 1): ("sum", _gradient_of_weight),
-    ("convolution_backward", 2): ("sum", _gradient_of_bias),
-    ("var_mean", 0): ("sum", _moment),
-    ("var_mean", 1): ("sum", _moment),
-}
-
-
-def _item(node: fx.Node, kind: Kind, rows: int) -> Calls | None:
-    call, place = node.args
-    assert isinstance(call, fx.Node)
-    wanted, rule = _ITEMS.get((packet_name(call), place), (None, None))  # type: ignore[arg-type]
-    return rule(node, call, rows) if rule is not None and wanted == kind else None
-
-
-_ROWS: dict[str, Callable[[fx.Node, int], Calls]] = {
+_ROWS: dict[str, RowRule] = {
     **dict.fromkeys(("view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "alias"), _reshape),
     **dict.fromkeys(("permute", "t", "transpose"), _permute),
-    **dict.fromkeys(("sum", "amax", "amin", "mean", "argmax", "argmin", "any"), _reduce),
-    **dict.fromkeys(("_softmax", "_log_softmax"), _reduce),
-    **dict.fromkeys(("_softmax_backward_data", "_log_softmax_backward_data"), _softmax_backward),
-    **dict.fromkeys(("slice", "select"), _pick),
-    **dict.fromkeys(("gather", "scatter", "scatter_add"), _gather),
-    **dict.fromkeys(("mm", "addmm"), _mm),
-    **dict.fromkeys(("bmm", "baddbmm"), _bmm),
-    "convolution": _convolution,
+    **dict.fromkeys(("sum", "mean"), _total),
+    **dict.fromkeys(
+        ("amax", "amin", "argmax", "argmin", "any", "_softmax", "_log_softmax"), _reduce
+    ),
+    **dict.fromkeys(
+        ("_softmax_backward_data", "_log_softmax_backward_data"),
+        _same_call(_rows, _rows, _dims, _number),
+    ),
+    "slice": _same_call(_rows, _dims, _number, _number, _number),
+    "select": _same_call(_rows, _dims, _number),
+    "gather": _same_call(_rows, _dims, _rows),
+    **dict.fromkeys(("scatter", "scatter_add"), _same_call(_rows, _dims, _rows, _rows)),
+    "mm": _same_call(_rows, _same_for_all, one_dim=True),
+    "addmm": _same_call(_broadcast, _rows, _same_for_all, one_dim=True),
+    "bmm": _same_call(_rows, _rows, one_dim=True),
+    "baddbmm": _same_call(_broadcast, _rows, _rows, one_dim=True),
+    "convolution": _same_call(_rows, _same_for_all, _same_for_all, *[_number] * 6, one_dim=True),
+    "convolution_backward#0": _gradient_of_input,
     "expand": _expand,
-    "cat": _cat,
-    "constant_pad_nd": _pad,
+    "cat": _same_call(_rows, _dims),
+    "constant_pad_nd": _same_call(_rows, _pads, _number),
     "full": _full,
 }
-_SUMS: dict[str, Callable[[fx.Node, int], Calls]] = {"mm": _sum_of_products, "sum": _sum_over_rows}
+"""By the operator; the second argument is how many leading dimensions are the rows."""
+_OTHERS: dict[tuple[Kind, str], Callable[[fx.Node, int], Calls]] = {
+    **{("last", name): _transposed for name in ("permute", "t", "transpose")},
+    ("sum", "mm"): _sum_of_products,
+    ("sum", "sum"): _sum_over_rows,
+    ("sum", "convolution_backward#1"): _gradient_of_weight,
+    ("sum", "convolution_backward#2"): _gradient_of_bias,
+    ("sum", "var_mean#0"): _moment,
+    ("sum", "var_mean#1"): _moment,
+}
+"""By the kind and the operator; the second argument is how many rows there are."""

@@ -39,11 +39,6 @@ from fxremat.passes.variants.chunks.operators import (
 from fxremat.runtime.chunks.program import Kind
 
 
-def _thins_out(node: fx.Node) -> bool:
-    """Whether the node is what is worth keeping of random numbers (a mask of dropout)."""
-    return any(is_random(i) or packet_name(i) == "inductor_random" for i in node.all_input_nodes)
-
-
 def readers(node: fx.Node) -> Iterator[fx.Node]:
     """Who reads a node; of an operator with several results, the results."""
     for user in node.users:
@@ -82,7 +77,10 @@ class Region:
         key = node, kind
         if key not in self._calls:
             of_images = node.target is operator.getitem or packet_name(node) == "convolution"
-            fits = is_repeatable(node, self.joint.mutated) and not _thins_out(node)
+            is_mask_of_dropout = any(  # that is worth keeping of random numbers
+                is_random(i) or packet_name(i) == "inductor_random" for i in node.all_input_nodes
+            )
+            fits = is_repeatable(node, self.joint.mutated) and not is_mask_of_dropout
             fits = fits and (self.of_images or not of_images)
             self._calls[key] = calls_of(node, kind, self.rows) if fits else None
         return self._calls[key]
@@ -117,9 +115,9 @@ class Region:
     def is_read_outside(self, node: fx.Node) -> bool:
         """Whether a node outside of the region reads this one from a loop."""
         outside = [reader for reader in readers(node) if reader not in self.kinds]
-        if not self.only_backward or not self.is_forward(node):
-            return bool(outside)
-        return any(r.op != "output" and not self.is_forward(r) for r in outside)
+        if self.only_backward and self.is_forward(node):
+            return any(r.op != "output" and not self.is_forward(r) for r in outside)
+        return bool(outside)
 
     def is_forward(self, node: fx.Node) -> bool:
         return self.joint.role[node] is Role.FORWARD
@@ -199,37 +197,24 @@ def _add_transposes(region: Region) -> None:
             region.kinds[operand.node] = "last"
 
 
-def _may_lead(region: Region, start: fx.Node, node: fx.Node) -> bool:
-    """Whether a narrow node may lie between: it does not go from the forward to the backward."""
-    role = region.joint.role
-    if node.op != "call_function" or role.get(node) is None or region.is_big(node):
-        return False
-    if (role[start] is Role.BACKWARD) != (role[node] is Role.BACKWARD):
-        return False
-    return region.calls(node, "row") is not None
-
-
 def _add_between(region: Region) -> None:
-    """Narrow nodes on a way from the region back into it."""
+    """Narrow nodes on a way from the region back into it, in one half of the step."""
     seen: set[fx.Node] = set()
+    role = region.joint.role
     stack = [n for n, kind in region.kinds.items() if kind == "row" and not region.is_big(n)]
     while stack and len(seen) < MOST_NODES:
         node = stack.pop()
         for user in node.users:
-            if user not in region.kinds and user not in seen and _may_lead(region, node, user):
+            is_new = user.op == "call_function" and user not in region.kinds and user not in seen
+            if not is_new or region.is_big(user) or region.calls(user, "row") is None:
+                continue
+            if (role[node] is Role.BACKWARD) == (role[user] is Role.BACKWARD):
                 seen.add(user)
                 stack.append(user)
     for node in sorted(seen, reverse=True):
         read = [region.operands(user) for user in node.users if user in region.kinds]
         if any(all(o.kind == "row" for o in given if o.node is node) for given in read):
             region.kinds[node] = "row"
-
-
-def _drop_unread_views(region: Region) -> None:
-    """Views that nobody in the region reads stay where they are."""
-    for node in reversed(region.in_order()):
-        if region.is_view(node) and not any(user in region.kinds for user in readers(node)):
-            del region.kinds[node]
 
 
 def grow(
@@ -250,7 +235,9 @@ def grow(
         return region
     _add_transposes(region)
     _add_between(region)
-    _drop_unread_views(region)
+    for node in reversed(region.in_order()):  # views that nobody in the region reads stay outside
+        if region.is_view(node) and region.kinds.keys().isdisjoint(readers(node)):
+            del region.kinds[node]
     return region
 
 
@@ -272,47 +259,25 @@ def avoided(region: Region) -> int:
     )  # fmt: skip
 
 
-@dataclass
-class _Grower:
-    """Grows regions of one graph, each only once: several rules want some of them."""
-
-    joint: JointGraph
-    nodes: list[fx.Node]
-    calls: dict[int, CallsCache] = field(default_factory=dict)
-    grown: dict[fx.Node, list[Region]] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, joint: JointGraph) -> _Grower:
-        nodes = list(joint.module.graph.nodes)
-        known = joint.notes.get(cls.__name__)
-        if known is None or known.nodes != nodes:
-            known = joint.notes[cls.__name__] = cls(joint, nodes)
-        assert isinstance(known, cls)
-        return known
-
-    def around(self, seed: fx.Node) -> list[Region]:
-        if seed not in self.grown:
-            shape = known_shape(seed)  # rows are a product of leading dimensions, largest first
-            counts = (prod(shape[:cut]) for cut in range(len(shape) - 1, 0, -1))
-            regions = (
-                grow(self.joint, seed, n, self.calls.setdefault(n, {}))
-                for n in dict.fromkeys(counts)
-                if n > 1
-            )
-            self.grown[seed] = [r for r in regions if r.kinds]
-        return self.grown[seed]
+def _around(joint: JointGraph, seed: fx.Node) -> list[Region]:
+    """The regions around a value, grown only once: several rules want some of them."""
+    calls: dict[int, CallsCache] = joint.notes.setdefault("calls of rows", {})
+    grown: dict[fx.Node, list[Region]] = joint.notes.setdefault("regions", {})
+    if seed not in grown:
+        shape = known_shape(seed)  # rows are a product of leading dimensions, largest first
+        counts = dict.fromkeys(prod(shape[:cut]) for cut in range(len(shape) - 1, 0, -1))
+        regions = (grow(joint, seed, n, calls.setdefault(n, {})) for n in counts if n > 1)
+        grown[seed] = [r for r in regions if r.kinds]
+    return grown[seed]
 
 
-def find_regions(
-    joint: JointGraph, wanted: Callable[[Region], bool] = lambda region: True
-) -> list[Region]:
+def find_regions(joint: JointGraph, wanted: Callable[[Region], bool]) -> list[Region]:
     """The wanted regions of a graph, the widest values first; no node is in two of them.
 
     Of several ways to see rows in a value, the one is taken by which most bytes vanish. What was
     big in a region that is not wanted begins no other one, so the graph is looked at a few times.
     """
     nodes = [n for n in joint.module.graph.nodes if n.op == "call_function"]
-    grower = _Grower.of(joint)
     sizes = {n: nbytes(n) for n in nodes if packet_name(n) not in VIEWS}
     least = max(sizes.values(), default=0) / max(CHUNK_PARTS)
     seeds = [n for n in nodes if sizes.get(n, 0) >= max(least, 1)]
@@ -322,7 +287,7 @@ def find_regions(
     for seed in sorted(seeds, key=lambda n: (-sizes[n], n)):
         if seed in tried:
             continue
-        regions = grower.around(seed)
+        regions = _around(joint, seed)
         tried |= {seed, *(n for r in regions for n in r.kinds if r.is_big(n))}
         fit = [r for r in regions if is_worth_it(r) and wanted(r) and not taken & set(r.kinds)]
         if fit:

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from functools import partial
 from math import ceil
+from typing import Any
 
 import torch
 from torch import fx
@@ -36,7 +37,7 @@ from fxremat.passes.variants.chunks.loops import Loop, Refused, plan_loops
 from fxremat.passes.variants.chunks.operators import row_shape_of
 from fxremat.passes.variants.chunks.regions import Region, find_image_regions, find_regions, levels
 from fxremat.passes.variants.insertion import Rule, Site, StandIns
-from fxremat.passes.variants.saved_values import has_order
+from fxremat.passes.variants.saved_values import as_view, has_order
 from fxremat.runtime.chunks.operator import ROWS
 from fxremat.runtime.chunks.program import dump
 
@@ -45,12 +46,8 @@ MATMUL_ROWS = 16
 """Rows of a tensor core's matrix product in 16 bits (mma.m16n8k16 in NVIDIA's PTX)."""
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Rows of a chunk and of a tile."""
-
-    chunk: int
-    tile: int
+Sizes = tuple[int, int]
+"""Rows of a chunk and of a tile."""
 
 
 def sizes(region: Region) -> list[Sizes]:
@@ -68,7 +65,7 @@ def sizes(region: Region) -> list[Sizes]:
     widest = max(dtype_of(n).itemsize for n in region.kinds if region.is_big(n)) * region.width
     tile = max(1, TILE_BYTES // widest)
     return [
-        Sizes(chunk, min(tile, chunk) if is_cpu else chunk)
+        (chunk, min(tile, chunk) if is_cpu else chunk)
         for chunk in sorted(chunks, reverse=True)
         if chunk < region.rows
     ]
@@ -81,19 +78,15 @@ def _names(region: Region) -> set[str]:
     return {packet_name(node) for node in region.kinds}
 
 
-def _sums_a_row(region: Region, node: fx.Node) -> bool:
-    """Whether the node adds up the exponentials of a row."""
-    if packet_name(node) != "sum" or region.kinds[node] != "row":
-        return False
-    return any(packet_name(i) == "exp" for i in node.all_input_nodes)
-
-
 def rule_of(region: Region) -> str | None:
     """The name of the rule that a region belongs to; None for one that is left alone."""
     names = _names(region)
-    normalises = bool(names & {"_softmax", "_log_softmax"}) or (
-        "exp" in names and any(_sums_a_row(region, node) for node in region.kinds)
+    sums_exponentials = any(
+        any(packet_name(i) == "exp" for i in node.all_input_nodes)
+        for node, kind in region.kinds.items()
+        if kind == "row" and packet_name(node) == "sum"
     )
+    normalises = names & {"_softmax", "_log_softmax"} or ("exp" in names and sums_exponentials)
     matmuls = sum(packet_name(n) in ("mm", "addmm") for n in region.kinds)
     if "bmm" in names or "baddbmm" in names:
         return "chunked_attention" if normalises else None
@@ -113,9 +106,10 @@ class _Insertion:
     form: _Form
     nodes: Mapping[fx.Node, fx.Node]
     made: dict[fx.Node, fx.Node] = field(default_factory=dict)
-    """What the loops gave so far, as [rows, *row_shape] or as a sum."""
-    for_factor_one: dict[fx.Node, fx.Node] = field(default_factory=dict)
-    """Nodes between the factor and the region, computed for a factor of 1."""
+    """What the loops gave so far, as [rows, *row_shape] or as a sum.
+
+    Before that the nodes between the factor and the region, computed for a factor of 1.
+    """
 
     def __post_init__(self) -> None:
         self.region = self.form.region
@@ -129,11 +123,10 @@ class _Insertion:
         last = max(nodes)
         while last.next.op == "placeholder":
             last = last.next
-        self.graph.inserting_after(last)
         self.graph.inserting_before(last.next)
 
     def input(self, node: fx.Node) -> fx.Node:
-        return self.made.get(node) or self.for_factor_one.get(node) or self.nodes[node]
+        return self.made.get(node) or self.nodes[node]
 
     def rows(self, node: fx.Node, is_dense: bool) -> fx.Node:
         """A node as [rows, *row_shape], copied where no view is that, or none with dense rows."""
@@ -141,7 +134,7 @@ class _Insertion:
         row_shape = row_shape_of(node, self.region.rows)
         assert row_shape is not None
         shape = [self.region.rows, *row_shape]
-        seen = _seen_as(given.meta["val"], shape)
+        seen = as_view(given.meta["val"], shape)
         if seen is None or (is_dense and not seen[0].is_contiguous()):
             kwargs = {"memory_format": torch.contiguous_format}
             given = add_call(self.graph, _ATEN.clone.default, (given,), given, **kwargs)
@@ -153,8 +146,7 @@ class _Insertion:
         whole = [self.input(node) for node in loop.whole]
         self.after([*map(self.input, loop.rows), *whole])
         rows = [self.rows(node, node in loop.dense) for node in loop.rows]
-        size = self.form.size
-        args = (rows, whole, dump(loop.program), size.chunk, size.tile)
+        args = (rows, whole, dump(loop.program), *self.form.size)
         call = add_call(self.graph, ROWS, args, self.nodes[loop.results[0]])
         for position, node in enumerate(loop.results):
             like = self.nodes[node]
@@ -165,17 +157,15 @@ class _Insertion:
         one = self.nodes[scale.node]
         read = {i for n in scale.between for i in n.all_input_nodes}
         read -= {scale.node, *scale.between}
-        inputs = [n for n in self.graph.nodes if n.op == "placeholder"]
+        inputs = self.graph.find_nodes(op="placeholder")
         self.after([*(self.nodes[node] for node in read), inputs[-1]])
         tensor = one.meta["val"]
         kwargs = {"dtype": tensor.dtype, "device": tensor.device}
-        self.for_factor_one[scale.node] = add_call(
-            self.graph, _ATEN.full.default, (list(tensor.shape), 1.0), one, **kwargs
-        )
+        args: Any = (list(tensor.shape), 1.0)
+        self.made[scale.node] = add_call(self.graph, _ATEN.full.default, args, one, **kwargs)
         for node in scale.between:
-            like = self.nodes[node]
             args, named = fx.map_arg((node.args, dict(node.kwargs)), self.input)
-            self.for_factor_one[node] = add_call(self.graph, node.target, args, like, **named)
+            self.made[node] = add_call(self.graph, node.target, args, self.nodes[node], **named)
 
     def stand_in(self, node: fx.Node) -> fx.Node:
         """What may be read in place of a node: its shape and strides."""
@@ -191,14 +181,6 @@ class _Insertion:
         if given.meta["val"].dim():
             given = add_call(self.graph, _ATEN.view.default, (given, []), given)
         return add_call(self.graph, _ATEN.mul.Tensor, (node, given), node)
-
-
-def _seen_as(tensor: torch.Tensor, shape: list[int]) -> torch.Tensor | None:
-    """A view of the tensor in this shape; None where it takes a copy."""
-    try:
-        return tensor.view(shape)
-    except (RuntimeError, ValueError):
-        return None
 
 
 # --- forms ---------------------------------------------------------------------------------------
@@ -279,7 +261,7 @@ def forms(region: Region, others: Set[fx.Node] = frozenset()) -> Iterator[tuple[
     for size in sizes(region):
         for name, way in ways.items():
             if way is not None:
-                yield f"{name} {size.chunk}", way(size)
+                yield f"{name} {size[0]}", way(size)
 
 
 _NEEDED = {
