@@ -22,7 +22,7 @@ memory belongs to the backward, and to no other result.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,34 +85,9 @@ def written_inputs(graph: fx.Graph) -> frozenset[str]:
     return frozenset(node.name for node in found if node.op == "placeholder")
 
 
-@dataclass(frozen=True)
-class _NodeBefore:
-    """A node as it was before a pass; ``args`` and ``kwargs`` name other nodes by themselves."""
-
-    node: fx.Node
-    name: str
-    op: str
-    target: Any
-    args: Any
-    kwargs: Any
-    meta: dict[str, Any]
-
-    def is_still(self, node: fx.Node) -> bool:
-        """Whether it is this node, and nothing of it has changed but what is noted of it."""
-        return (
-            node is self.node
-            and (node.name, node.op, node.target) == (self.name, self.op, self.target)
-            and (node.args, node.kwargs) == (self.args, self.kwargs)
-        )
-
-
-def _graph_of(seen: Iterable[_NodeBefore]) -> fx.Graph:
-    graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
-    for one in seen:
-        args, kwargs = fx.map_arg((one.args, one.kwargs), new.__getitem__)
-        new[one.node] = graph.create_node(one.op, one.target, args, kwargs, one.name)
-        new[one.node].meta = one.meta
-    return graph
+def _state(node: fx.Node) -> tuple[Any, ...]:
+    """What a node is, but for what is noted of it; arguments are the other nodes themselves."""
+    return node, node.name, node.op, node.target, node.args, node.kwargs
 
 
 class BeforePass:
@@ -125,10 +100,7 @@ class BeforePass:
         self, name: str, rights: Rights, graph: fx.Graph, *, num_forward_outputs: int
     ) -> None:
         self.name, self.rights, self.early = name, rights, num_forward_outputs
-        self.seen = [
-            _NodeBefore(n, n.name, n.op, n.target, n.args, n.kwargs, dict(n.meta))
-            for n in graph.nodes
-        ]
+        self.seen = [(_state(node), dict(node.meta)) for node in graph.nodes]
         self.written = written_inputs(graph)
         self.numbering = SumNumbering(self.written, sums=rights.regroup, clones=rights.clone)
 
@@ -136,16 +108,21 @@ class BeforePass:
         """Whether nothing is changed, and nothing but changes is to be checked."""
         if self.rights.clone and self.written:
             return False  # a clone may be missing
-        now = list(graph.nodes)
-        return len(now) == len(self.seen) and all(
-            one.is_still(node) for one, node in zip(self.seen, now, strict=True)
-        )
+        return [*map(_state, graph.nodes)] == [state for state, _ in self.seen]
+
+    def _graph_before(self) -> fx.Graph:
+        graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
+        for (node, name, op, target, *given), meta in self.seen:
+            args, kwargs = fx.map_arg(tuple(given), new.__getitem__)
+            new[node] = graph.create_node(op, target, args, kwargs, name)
+            new[node].meta = meta
+        return graph
 
     def check(self, graph: fx.Graph) -> None:
         """Raise `VerificationFailed`, with the pass's name, where the graph is not right."""
         if self._is_as_before(graph):
             return
-        before = _graph_of(self.seen)
+        before = self._graph_before()
         self.account = self._account(before, self._read(before))
         self._demand(written_inputs(graph) == self.written, "the step writes other inputs")
         found = self._read(graph)
