@@ -36,9 +36,13 @@ class SourceLocation:
     value: str = ""
     copy: str = ""
 
+    @property
+    def source(self) -> str:
+        """``model.py:12``."""
+        return f"{self.file}:{self.line}" if self.file else ""
+
     def __str__(self) -> str:
-        source = f"{self.file}:{self.line}" if self.file else ""
-        return ", ".join(filter(None, (self.module, source)))
+        return ", ".join(filter(None, (self.module, self.source)))
 
 
 def module_of(node: fx.Node) -> str:
@@ -76,6 +80,7 @@ MOST_ROWS = 20
 """Lines of the table of what is largest at the peak."""
 MUCH = 1 / 4
 """The part of the bytes live at the peak from which on an output and its gradient are mentioned."""
+
 
 EXPORTERS: dict[str, Callable[[str | Path, Sequence[Report]], None]] = {}
 """What writes reports into a file, by the kind of file. `fxremat.report` fills it: exporters import
