@@ -169,11 +169,10 @@ def table(found: Fit) -> str:
 
 
 def _line_as_given(found: Fit, planned: AsGiven) -> str:
-    plain, least = "not known", "not known"
-    if found.plain_bytes is not None:
-        plain = format_bytes(found.plain_bytes)
-    if planned.least_bytes is not None:
-        least = format_bytes(planned.least_bytes)
+    least, plain = (
+        "not known" if nbytes is None else format_bytes(nbytes)
+        for nbytes in (planned.least_bytes, found.plain_bytes)
+    )
     others = f"least {least}, torch.compile {plain}"
     if planned.planned_bytes is None or planned.step_us is None:
         return f"does not fit into {format_bytes(found.budget_bytes)}: {others}"
