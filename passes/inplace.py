@@ -32,7 +32,7 @@ from fxremat.compat.configuration import OpOverload
 from fxremat.compat.joint_graph import copy_module, must_be_in_forward
 from fxremat.passes.base import Changed, Pass
 from fxremat.passes.halves import Rewritten
-from fxremat.passes.joint_graph import JointGraph, Role, computed_from, is_tensor, root
+from fxremat.passes.joint_graph import JointGraph, computed_from, is_tensor, root
 from fxremat.passes.materialisation import users_through_views
 from fxremat.passes.nodes import covers_storage, fake
 from fxremat.runtime import kernels
@@ -94,9 +94,8 @@ def overwritable(joint: JointGraph) -> dict[fx.Node, fx.Node]:
     results, found = joint.result_roots(), {}
     for node in joint.module.graph.nodes:
         owner = operand_of(node)
-        if owner is None or owner in results or owner in joint.mutated:
-            continue
-        if (joint.role[owner] is Role.FORWARD) == (joint.role[node] is Role.FORWARD):
+        lives_on = owner is None or owner in results or owner in joint.mutated
+        if owner is not None and not lives_on and joint.in_one_half(owner, node):
             found[node] = owner
     return found
 
@@ -119,15 +118,14 @@ class _InPlaceWriter:
         with self.graph.inserting_before(node):
             target = kernels.IN_PLACE[node.target]  # type: ignore[index]
             call = self.graph.call_function(target, (owner, *node.args[1:]))
-            call.meta = {**node.meta, "partitioner_tag": f"must_be_in_{half}"}
-            call.meta["val"] = owner.meta["val"] if target._schema.returns else None
+            value = owner.meta["val"] if target._schema.returns else None
+            call.meta = {**node.meta, "partitioner_tag": f"must_be_in_{half}", "val": value}
             seen = self.same_view(node.args[0], owner)  # type: ignore[arg-type]
         node.replace_all_uses_with(seen)
-        name = node.name
-        self.pairs.append((name, owner.name))
+        self.pairs.append((node.name, owner.name))
         self.replacements[node] = seen
         self.graph.erase_node(node)
-        call._rename(name + INTO)
+        call._rename(node.name + INTO)
 
     def same_view(self, given: fx.Node, owner: fx.Node) -> fx.Node:
         """A new view of the owner's storage like ``given``, at the point of insertion."""

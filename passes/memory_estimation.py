@@ -101,13 +101,11 @@ def nbytes(tensor: torch.Tensor) -> int:
     """Bytes of a tensor's storage; dynamic sizes at their declared bound or as seen."""
     if tensor.layout is not torch.strided:
         return size_bound(tensor.numel()) * tensor.dtype.itemsize
-    span = 1
-    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        extent = size_bound(size)
-        if extent == 0:
-            return 0
-        span += (extent - 1) * size_bound(stride)
-    return span * tensor.dtype.itemsize
+    sizes = [size_bound(size) for size in tensor.shape]
+    if 0 in sizes:
+        return 0
+    steps = zip(sizes, map(size_bound, tensor.stride()), strict=True)
+    return (1 + sum((size - 1) * stride for size, stride in steps)) * tensor.dtype.itemsize
 
 
 class _Builder:
@@ -222,14 +220,13 @@ class _Builder:
 
     def pairs(self, sources: Iterable[fx.Node], value: fx.Node) -> tuple[tuple[str, str], ...]:
         """(source, value) for each source that the loop which makes the value may write over."""
-        in_forward = self.joint.role[value] is Role.FORWARD
         return tuple(
             (source.name, value.name)
             for source in sorted(sources)
             if source.op == "call_function"
             and not is_scattering(source)  # Inductor has no loop write over what it mutated
             # What the forward saved comes in as an input, which is never written over.
-            and (self.joint.role[source] is Role.FORWARD) == in_forward
+            and self.joint.in_one_half(source, value)
             and fake(source).itemsize == fake(value).itemsize
             and self.size(source) == self.size(value)
         )
@@ -414,10 +411,8 @@ def estimate(
     first_backward = next((i for i, op in enumerate(order) if op.phase == "backward"), len(order))
     arrival = Op(TANGENTS, (), tuple(n.name for n in tangents), 0.0, 0, "backward", False)
     order.insert(first_backward, arrival)
-    leaving = {
-        *builder.put_nodes.values(),
-        *(n for n in joint.backward_outputs if is_accumulated(joint, n)),
-    }
+    added = (n for n in joint.backward_outputs if is_accumulated(joint, n))
+    leaving = {*builder.put_nodes.values(), *added}
     kept = [root(n) for n in (*joint.forward_outputs, *joint.backward_outputs) if n not in leaving]
     outputs = list(dict.fromkeys(n.name for n in kept if materialisation.is_value(n)))
     host = (*builder.fetch_sources, *builder.put_nodes)

@@ -214,14 +214,14 @@ def apply_plan(
             if isinstance(n, fx.Node) and joint.role[n] is Role.BACKWARD}  # fmt: skip
     early = results([None if i in late else n for i, n in enumerate(joint.results[:count])])
     forward = [n for n in writer.graph.nodes if n not in map(writer.env.get, joint.tangents)]
+    begin = len(forward) + len(joint.tangents)
     run(split, steps[split:], in_backward=True)
-    writer.announce_gradients(len(forward) + len(joint.tangents))
+    writer.announce_gradients(begin)
     if writer.last_put is not None:
         writer.mover.settle(writer.last_put, estimate.node_of[writer.last_put].meta["val"].device)
     backward_results = results(joint.results[count:])
     for i in late:
         early[i] = writer.resolve(joint.results[i])
-    begin = len(forward) + len(joint.tangents)
     kept = {node for node in (*early, *backward_results) if isinstance(node, fx.Node)}
     save_ends(forward, list(writer.graph.nodes)[begin:], kept)
     backward = list(writer.graph.nodes)[begin:]

@@ -43,7 +43,8 @@ from tests.step_reports import moving, planned
 # --- cli ----------------------------------------------------------------------------------
 
 
-Run, Refused = Callable[..., tuple[int, str, str]], Callable[..., str]
+Run = Callable[..., tuple[int, str, str]]
+Refused = Callable[..., str]
 STORE_ALL = 33  # bytes of `phased_chain(8)`
 
 

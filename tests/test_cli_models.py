@@ -33,7 +33,8 @@ from tests.small import Stack, seeded
 
 ROOT = Path(__file__).parent.parent
 
-Run, Refused = Callable[..., tuple[int, str, str]], Callable[..., str]
+Run = Callable[..., tuple[int, str, str]]
+Refused = Callable[..., str]
 Written = Callable[[Any], str]
 MODELS = """
 import torch

@@ -103,8 +103,8 @@ class _Reader:
     def number_of_meant(self, node: fx.Node, meant: OpOverload) -> int:
         """The number of the call that this one stands for: its first argument has their shape."""
         first, *others = self.arguments(node)
-        held, kind = first
-        return self.number((meant, ((held, (_shape(node), kind[1])), *others), None))
+        held, (_, dtype) = first
+        return self.number((meant, ((held, (_shape(node), dtype)), *others), None))
 
 
 def _shape(node: fx.Node) -> str:

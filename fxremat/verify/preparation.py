@@ -22,7 +22,6 @@ memory belongs to the backward, and to no other result.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,22 +53,6 @@ class Rights:
     """The old content of inputs that the step writes is cloned; after it no other is read late."""
     give_up: bool = False
     """Calls say where gradients are given up."""
-
-
-@dataclass(frozen=True)
-class _Account:
-    """What is kept of a graph, in numbers."""
-
-    inputs: list[str]
-    results: list[Any]
-    once: list[tuple[str, int]]
-    calls: Mapping[int, int]
-    opaque: Mapping[int, str]
-    """Calls of other libraries: their number, and the name of one."""
-    held: Mapping[int, str]
-    """Calls that may not run again, likewise."""
-    needed: frozenset[int]
-    """The numbers that a result, a write or an effect depends on."""
 
 
 def written_inputs(graph: fx.Graph) -> frozenset[str]:
@@ -123,17 +106,21 @@ class BeforePass:
         if self._is_as_before(graph):
             return
         before = self._graph_before()
-        self.account = self._account(before, self._read(before))
+        old = self._read(before)
         self._demand(written_inputs(graph) == self.written, "the step writes other inputs")
-        found = self._read(graph)
-        new = self._account(graph, found)
-        self._demand(new.inputs == self.account.inputs, "the inputs are others")
-        self._once(new)
-        self._counts(new)
-        self._results(new)
+        new = self._read(graph)
+        inputs = ([n.target for n in g.find_nodes(op="placeholder")] for g in (before, graph))
+        self._demand(next(inputs) == next(inputs), "the inputs are others")
+        needed = self._needed(before, old)
+        self._once(old, new, needed)
+        self._counts(old, new, needed)
+        self._results(
+            [_result(result, old) for result in results_of(before)],
+            [_result(result, new) for result in results_of(graph)],
+        )
         if self.rights.clone:
-            self._late_reads(graph, found.late)
-        self._given_up(graph, found.late)
+            self._late_reads(graph, new.late)
+        self._given_up(graph, new.late)
 
     def _demand(self, condition: bool, otherwise: str) -> None:
         if not condition:
@@ -144,51 +131,42 @@ class BeforePass:
         assert isinstance(found, ReadSums)
         return found
 
-    def _account(self, graph: fx.Graph, found: ReadSums) -> _Account:
-        results = results_of(graph)
-        ends = [r for r in results if isinstance(r, fx.Node)]
+    def _needed(self, graph: fx.Graph, found: ReadSums) -> frozenset[int]:
+        """The numbers that a result, a write or an effect depends on, where others may go."""
+        ends = [r for r in results_of(graph) if isinstance(r, fx.Node)]
         ends += [n for n in graph.nodes if is_mutating(n) or has_effect(n)]
         needed = computed_from(ends) if self.rights.merge else ()
-        return _Account(
-            inputs=[str(n.target) for n in graph.find_nodes(op="placeholder")],
-            results=[_result(result, found) for result in results],
-            once=[(node.name, found.of[node]) for node in found.fixed],
-            calls=found.calls,
-            opaque=found.opaque,
-            held={n: name for n, name in found.held.items() if n not in found.free},
-            needed=frozenset(found.of[n] for n in needed if n in found.of),
-        )
+        return frozenset(found.of[n] for n in needed if n in found.of)
 
-    def _once(self, new: _Account) -> None:
+    def _once(self, old: ReadSums, new: ReadSums, needed: frozenset[int]) -> None:
         """Random calls and writes."""
-        old, left = self.account.once, set(new.once)
-        for name, number in old:
-            may_go = self.rights.merge and number not in self.account.needed
+        before, after = (
+            [(node.name, found.of[node]) for node in found.fixed] for found in (old, new)
+        )
+        left = set(after)
+        for name, number in before:
+            may_go = self.rights.merge and number not in needed
             kept = (name, number) in left
             self._demand(kept or may_go, f"{name}, which must run once, is gone or another")
-        added = sorted(left.difference(old))
+        added = sorted(left.difference(before))
         self._demand(not added, f"calls that draw or write, and were not there: {added[:5]}")
-        order = [one for one in old if one in left]
-        self._demand(new.once == order, "calls that draw or write run in another order")
+        order = [one for one in before if one in left]
+        self._demand(after == order, "calls that draw or write run in another order")
 
-    def _counts(self, new: _Account) -> None:
+    def _counts(self, old: ReadSums, new: ReadSums, needed: frozenset[int]) -> None:
         """Calls of other libraries, and what may not run again."""
-        old = self.account
         for number, name in {**new.opaque, **old.opaque}.items():
             before, after = old.calls[number], new.calls[number]
-            least = before
-            if self.rights.merge:
-                least = min(before, int(number in old.needed))
+            least = min(before, number in needed) if self.rights.merge else before
             times = f"{name} runs {after} times, and {before} times before"
             self._demand(least <= after <= before, times)
         for number, name in old.held.items():
-            more = new.calls[number] > old.calls[number]
+            more = number not in old.free and new.calls[number] > old.calls[number]
             self._demand(not more, f"{name}, which may not run again, does")
 
-    def _results(self, new: _Account) -> None:
-        old = self.account.results
-        self._demand(len(old) == len(new.results), "there are more results, or fewer")
-        for index, (one, other) in enumerate(zip(old, new.results, strict=True)):
+    def _results(self, old: list[Any], new: list[Any]) -> None:
+        self._demand(len(old) == len(new), "there are more results, or fewer")
+        for index, (one, other) in enumerate(zip(old, new, strict=True)):
             half = "forward" if index < self.early else "backward"
             self._demand(one == other, f"result {index}, of the {half}, is computed differently")
 

@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -151,11 +151,15 @@ class SumNumbering(Numbering):
 
     def _elements(self, node: fx.Node, found: ReadSums) -> Elements:
         """The elements of a node, which are its own where they are no sum."""
-        number = found.of[node]
+        return self._own_elements(found.of[node], node)
+
+    def _own_elements(self, number: int, node: fx.Node) -> Elements:
+        """The elements that a number has, or now gets, in the kind of a node."""
         if number not in self.elements_of:
             self.elements_of[number] = _drawn(number), False
-            self.numbers.setdefault(("elements", self.elements_of[number], _kind(node)), number)
-        return self.elements_of[number]
+        elements = self.elements_of[number]
+        self.numbers.setdefault(("elements", elements, _kind(node)), number)
+        return elements
 
     def _number_of(self, elements: Elements, node: fx.Node) -> int:
         """The number of these elements in the kind of a node."""
@@ -186,8 +190,7 @@ class SumNumbering(Numbering):
             parts = [self._part(first, found), rows]
         else:
             return ()
-        known = [part for part in parts if part is not None]
-        return known if len(known) == len(parts) else ()
+        return () if None in parts else cast("list[Elements]", parts)
 
     def _part(self, node: Any, found: ReadSums) -> Elements | None:
         """The elements of a summand; None where it was written over, and numbers do not tell."""
@@ -198,15 +201,13 @@ class SumNumbering(Numbering):
     def _product(self, node: fx.Node, found: ReadSums) -> Elements:
         """What the call that only multiplies would give, in the kind of the sum."""
         key = (_ADD_PRODUCT[node.target], self.arguments((node.args[1:], {}), found))
-        number = self.number(key)
-        elements = self.elements_of.setdefault(number, (_drawn(number), False))
-        self.numbers.setdefault(("elements", elements, _kind(node)), number)
-        return elements
+        return self._own_elements(self.number(key), node)
 
     def _rows(self, like: fx.Node, indices: Any, values: Any, found: ReadSums) -> Elements:
         """Rows that are added where an index says; masked where they were made so."""
         mask = _mask_of(values)
-        given = [_unclamped(i, size) for i, size in zip(indices, _sizes(like), strict=False)]
+        sizes = like.meta["val"].shape
+        given = [_unclamped(i, size) for i, size in zip(indices, sizes, strict=False)]
         if mask is not None and None not in given:
             return self._masked_rows(like, mask, given, values.args[1], found)
         seen = self.arguments(([*indices], values), found)
@@ -231,12 +232,6 @@ def _kind(node: Any) -> tuple[Any, ...]:
     if tensor is None:
         return ()
     return str(tuple(tensor.shape)), tensor.dtype, tensor.is_conj(), tensor.is_neg()
-
-
-def _sizes(node: fx.Node) -> Sequence[Any]:
-    tensor = tensor_of(node)
-    assert tensor is not None
-    return tensor.shape
 
 
 def _is_zero(node: Any) -> bool:

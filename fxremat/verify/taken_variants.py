@@ -82,6 +82,7 @@ class _Comparison:
         self.before, self.after, self.early = before, after, early
         self.old = {node.name: node for node in before.nodes}
         self.new = {node.name: node for node in after.nodes}
+        self.known = [node for node in after.nodes if node.name in self.old]
         self.stands_for: dict[fx.Node, fx.Node] = {}
         self.of_site: dict[fx.Node, TakenVariant] = {}
         for one in taken:
@@ -122,18 +123,15 @@ class _Comparison:
     def _sources(self) -> None:
         """Stand-ins are computed from what the graph before has."""
         for new in self.stands_for:
-            for source in computed_from([new], self._known()):
+            for source in computed_from([new], self.known):
                 inside = source.name not in self.old and source not in self.stands_for
                 if source.op in ("placeholder", "get_attr") and inside:
                     _fail(self.of_site[new], f"{new.name} reads {source.name}, which is new")
 
-    def _known(self) -> list[fx.Node]:
-        return [n for n in self.after.nodes if n.name in self.old]
-
     def _same(self, first: ReadGraph, second: ReadGraph) -> None:
         """The results, and whatever has a name of the graph before."""
-        for node, number in second.of.items():
-            if node.name in self.old and number != first.of[self.old[node.name]]:
+        for node in filter(second.of.__contains__, self.known):
+            if second.of[node] != first.of[self.old[node.name]]:
                 self._blame(node, f"{node.name} is computed from something else")
         old, new = results_of(self.before), results_of(self.after)
         if len(old) != len(new):
@@ -163,7 +161,7 @@ class _Comparison:
     def _early(self) -> None:
         """What the forward must not depend on."""
         nodes = [r for r in results_of(self.after)[: self.early] if isinstance(r, fx.Node)]
-        nodes += [n for n in self._known() if must_be_in_forward(n)]
+        nodes += filter(must_be_in_forward, self.known)
         held = computed_from(nodes)
         for new, one in self.of_site.items():
             is_late = one.lossy and one.rule not in INEXACT_FORWARD
