@@ -22,7 +22,7 @@ pairs that hold in the planned graph, where every run of an op is a node of its 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
@@ -41,14 +41,6 @@ INTO = "_into"
 _OWN_SHAPE = frozenset({kernels.addmm_into, kernels.baddbmm_into})
 """These take an operand of any shape."""
 _FRESH = frozenset({"aten", "prims", "fxremat_kernels"})
-
-
-@dataclass(frozen=True)
-class InPlace:
-    """The graph rewritten once more; pairs of (call, the node it writes over), by name."""
-
-    rewritten: Rewritten
-    pairs: tuple[tuple[str, str], ...]
 
 
 def operand_of(node: fx.Node) -> fx.Node | None:
@@ -105,7 +97,6 @@ class _InPlaceWriter:
 
     def __init__(self, graph: fx.Graph, kept: set[fx.Node], forward: set[fx.Node]) -> None:
         self.graph, self.kept, self.forward = graph, kept, forward
-        self.pairs: list[tuple[str, str]] = []
         self.replacements: dict[fx.Node, fx.Node] = {}
 
     def may_write(self, node: fx.Node, owner: fx.Node) -> bool:
@@ -122,7 +113,6 @@ class _InPlaceWriter:
             call.meta = {**node.meta, "partitioner_tag": f"must_be_in_{half}", "val": value}
             seen = self.same_view(node.args[0], owner)  # type: ignore[arg-type]
         node.replace_all_uses_with(seen)
-        self.pairs.append((node.name, owner.name))
         self.replacements[node] = seen
         self.graph.erase_node(node)
         call._rename(node.name + INTO)
@@ -139,8 +129,8 @@ class _InPlaceWriter:
         return new
 
 
-def rewrite(rewritten: Rewritten, num_forward_outputs: int) -> InPlace:
-    """Write over dead operands in a copy of a planned joint graph.
+def rewrite(rewritten: Rewritten, num_forward_outputs: int) -> Rewritten:
+    """Write over dead operands in a copy of a planned joint graph; the same if there are none.
 
     It comes before the graph is cut, because it may give other nodes to what the forward saves.
     """
@@ -156,13 +146,11 @@ def rewrite(rewritten: Rewritten, num_forward_outputs: int) -> InPlace:
         owner = operand_of(node)
         if owner is not None and writer.may_write(node, owner):
             writer.write(node, owner)
-    if not writer.pairs:
-        return InPlace(rewritten, ())
+    if not writer.replacements:
+        return rewritten
     module.recompile()
     module.meta = dict(rewritten.module.meta)
-    now = tuple(writer.replacements.get(n, n) for n in saved)
-    new = replace(rewritten, module=module, saved=now)
-    return InPlace(new, tuple(writer.pairs))
+    return Rewritten(module, tuple(writer.replacements.get(n, n) for n in saved))
 
 
 @dataclass(frozen=True)
@@ -178,7 +166,7 @@ class WriteInPlace(Pass):
 
     def call(self, module: fx.GraphModule) -> Changed:
         found = rewrite(self.planned, self.num_forward_outputs)
-        return Changed(found.rewritten.module, bool(found.pairs), found.rewritten)
+        return Changed(found.module, found is not self.planned, found)
 
     def ensures(self, module: fx.GraphModule) -> None:
         """No input of the graph is written over."""

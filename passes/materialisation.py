@@ -1,19 +1,10 @@
 """Which results are written to memory, and which live only inside another op's loop.
 
-Run node by node (``fused=False``), every result that is not a view is written. Under Inductor a
-result is written if
+Run node by node (``fused=False``), every result that is not a view is written. What Inductor writes
+is listed in docs/design/problem.md. Two things more:
 
-* an *extern* kernel (matmul, convolution, attention, scatter, sort ...) makes it or reads it;
-* it is a reduction, a concatenation, or a result of the graph. Where a reduction is only read to be
-  converted, what is written is the result of the conversion;
-* it is what ranks gather or sum, once it has been waited for;
-* it may not be computed twice (random numbers, what the user said to save), or a variant wants it
-  stored;
-* another fusion group reads it, unless the backward makes it of less, in few ops;
-* two loops of its group read it that cannot be fused, and it is dear
-  (see below);
-* the backward reads it, and it is narrower than what it was computed from, as a mask is. Any other
-  elementwise result is computed again inside the loop of the backward that needs it.
+* where a reduction is only read to be converted, what is written is the result of the conversion;
+* what ranks gather or sum is written once it has been waited for.
 
 A *fusion group* is what lies between two extern kernels: elementwise ops and reductions that hang
 together and have equally many extern kernels before them on the longest path.
@@ -30,8 +21,6 @@ heavy function::
 
 A reduction over the last dimensions can share its outer loop with what follows, as in a softmax
 or a layer norm: there, nothing is written.
-
-The rule is a prediction; what Inductor really does is compared with it after lowering.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """Joint graph to `Problem`: what would be materialised, how many bytes, how long it takes.
 
-Every written storage is a value, and one op is what it takes to write it: the node itself with all
-nodes between it and the nearest values (its *recompute slice*). Nothing is changed in the graph.
-
-    x ── mm ── h ── gelu ── g ── mm          values: x, h, g        ops: {mm}, {gelu}
-    x ── cos ── sin ── mm                    values: x, sin         ops: {cos, sin}
+Every written storage is a value, and one op is what it takes to write it: its *recompute slice*
+(docs/design/problem.md). Nothing is changed in the graph.
 
 The base order is that of the joint graph. Only ops that the backward alone needs, and that depend
 on no tangent, are moved: right before the first op that reads them. A pseudo-op writes the

@@ -188,7 +188,6 @@ def apply_plan(
     for node in (*joint.primals, *joint.tangents):
         writer.resolve(node)
     seen: set[str] = set()
-    recomputed: list[str] = []
 
     def run(start: int, part: Sequence[Step], in_backward: bool) -> None:
         writer.half = "backward" if in_backward else "forward"
@@ -198,7 +197,6 @@ def apply_plan(
             if isinstance(step, Move):
                 writer.move(step)
             elif step in seen:
-                recomputed.append(step)
                 writer.run_again(estimate.slices[step])
             elif step != TANGENTS:
                 writer.first_run(estimate.slices[step], in_backward)
@@ -230,7 +228,7 @@ def apply_plan(
     module = module_of(joint.module, writer.graph)
     module.meta = dict(joint.module.meta)
     saved = _read_across(forward, backward, backward_results)
-    return Rewritten(module, saved, tuple(recomputed), tuple(writer.mover.host_tensors))
+    return Rewritten(module, saved)
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from tests.graphs import (
     everything_again,
     train,
 )
-from tests.random_nets import judge
+from tests.random_nets import judge, written_over
 
 aten = torch.ops.aten
 
@@ -40,7 +40,7 @@ class InPlaceCapture(Capture):
     """Also sums gradients where they are computed, writes in place, and judges."""
 
     sums = True
-    pairs: tuple[tuple[str, str], ...] = ()
+    pairs: Sequence[tuple[str, str]] = ()
 
     def __call__(self, module: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
         with pytest.MonkeyPatch.context() as patch:
@@ -48,9 +48,9 @@ class InPlaceCapture(Capture):
             def in_place(found: Any, steps: Any, **more: Any) -> Rewritten:
                 before = apply_plan(found, steps, **more)
                 done = rewrite(before, found.joint.num_forward_outputs)
-                judge(before, done.rewritten, found.joint.num_forward_outputs)
-                self.pairs = done.pairs
-                return done.rewritten
+                judge(before, done, found.joint.num_forward_outputs)
+                self.pairs = written_over(done.module.graph)
+                return done
 
             patch.setattr("tests.graphs.apply_plan", in_place)
             patch.setattr("tests.graphs.check_data_flow", lambda *_: None)
@@ -144,9 +144,9 @@ def test_an_operand_that_is_computed_anew_later_is_dead() -> None:
     """Kept, the sum's operand dies in the sum; run again, each copy dies in its copy of it."""
     net, x = explicit(), batch(8, 8).requires_grad_()
     once = in_place(net, [x], lambda p: p.base_steps())
-    assert once.pairs == (("addmm_1", "addmm"),)
+    assert once.pairs == [("addmm_1", "addmm")]
     again = in_place(net, [x], again_after_tangents("addmm", "addmm_1"))
-    assert again.pairs == (("addmm_1", "addmm"), ("addmm_1_recompute", "addmm_recompute"))
+    assert again.pairs == [("addmm_1", "addmm"), ("addmm_1_recompute", "addmm_recompute")]
     joint = again.joint
     assert {n.name: owner.name for n, owner in overwritable(joint).items()} == {"addmm_1": "addmm"}
 
@@ -186,18 +186,20 @@ def test_graph_of_tied_rows(golden: Golden) -> None:
 # --- bytes --------------------------------------------------------------------------------
 
 
+def peak(model: nn.Module, inputs: Sequence[Tensor], partition: Any) -> int:
+    """Bytes of a step above what is there before, under Inductor with a partition of ours."""
+    torch._dynamo.reset()
+    call = torch.compile(model, backend=inductor_by(partition, allow_buffer_reuse=False))
+    call(*inputs).sum().backward()
+    for tensor in (*model.parameters(), *inputs):
+        tensor.grad = None
+    return measure_peak(lambda: call(*inputs).sum().backward()).above_start_bytes
+
+
 def peaks(model: nn.Module, inputs: Sequence[Tensor]) -> list[int]:
-    """Bytes of a step above what is there before, under Inductor, as it is and with ours."""
-    found = []
-    for partition in (Capture(fused=True), InPlaceCapture(fused=True)):
-        torch._dynamo.reset()
-        call = torch.compile(model, backend=inductor_by(partition, allow_buffer_reuse=False))
-        call(*inputs).sum().backward()
-        for tensor in (*model.parameters(), *inputs):
-            tensor.grad = None
-        step = measure_peak(lambda call=call: call(*inputs).sum().backward())
-        found.append(step.above_start_bytes)
-    return found
+    """Those of a step as it is, and of one that writes in place."""
+    ways = Capture(fused=True), InPlaceCapture(fused=True)
+    return [peak(model, inputs, partition) for partition in ways]
 
 
 @pytest.mark.slow

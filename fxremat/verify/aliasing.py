@@ -1,9 +1,8 @@
 """Verifying calls that write over an operand, with nothing taken from who put them there.
 
-Two joint graphs are compared, before and after. What shares memory is read off the operators'
-schemas, and what a storage holds at each moment is followed through the graph: a number that says
-how its elements were computed. A call that writes gives its operand's storage another number: that
-of the call it stands for. The second graph is right if
+What a storage holds at each moment is followed through both graphs, before and after: a number that
+says how its elements were computed. A call that writes gives its operand's storage another number:
+that of the call it stands for. The second graph is right if
 
 * each such call stands for one of the first graph, with the same sizes and dtype of its result,
   on arguments that hold then what they held there;

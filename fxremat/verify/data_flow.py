@@ -1,22 +1,14 @@
 """Verifying a rewritten joint graph by its data flow, with nothing taken from the rewriting.
 
-Every node gets a number that says what it computes: the same call on the same arguments has
-the same number. A call that may not be run again (random numbers, effects, sums over ranks,
-custom ops) has a number of its own for each node, so a second copy of it is a difference.
-A graph input that is written into counts as another argument from then on.
-Calls that only wait, or say that something has arrived, compute nothing.
-A value that has been to host memory and back has the number it had before, and every reader of
-what comes back has to stand behind the wait for it.
-The rewritten graph is right if its results have the numbers of the original's results, if
-every call that may not be run again is there exactly once, if what the backward reads is
-an input or one of the nodes declared as saved, and if nothing is run in both halves.
+What makes a graph, or its two halves, right is said in docs/design/verification.md. Every node gets
+a number for what it computes; a call that may not run again has one of its own for each node. A
+graph input that is written into counts as another argument from then on. Calls that only wait, or
+say that something has arrived, compute nothing. A value that has been to host memory and back has
+the number it had before.
 
 Forward and backward, as they were cut, are read with the value numbers of the whole graph; what the
-backward is given has, by its name, the number that the forward returned it with. The halves are
-right if their results together are those of the graph, if the backward is given only what the
-forward returns, and if what is no function of its arguments runs once in all, as before. Layout and
-kernels of a call of ``rows`` are no part of what it computes; its results have to lie as the
-operator says.
+backward is given has, by its name, the number that the forward returned it with. Layout and kernels
+of a call of ``rows`` are no part of what it computes; its results have to lie as the operator says.
 """
 
 from __future__ import annotations

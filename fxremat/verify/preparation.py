@@ -1,22 +1,8 @@
 """Verifying what prepares the joint graph, with nothing taken from the passes that do it.
 
 These passes work in place. So what a graph is before a pass runs is kept: `BeforePass`. The graph
-after it is right if it is the same, or, by numbers for what each node computes, if
-
-* it has the same inputs, and its results have the numbers that they had (`sums`);
-* a result that shows the memory of an input does so still, and of no other;
-* calls that draw random numbers or write are there exactly once, in the order that they had;
-* so are calls of other libraries; where equal calls may be merged, each of these is left once;
-* what may not run again runs no more often than before.
-
-What one pass may do beyond that is said by its `Rights`.
-
-An input that the step writes into has two contents. What the forward reads is the old one, if it
-stands before the write. The backward runs when all is written: what it reads of such an input has
-to come by a clone from before the write, and nothing else of it may be read there.
-
-A gradient that is given up is the result for the weight that the call names, each at most once; its
-memory belongs to the backward, and to no other result.
+after it is right if it is the same, or by numbers for what each node computes, as is said in
+docs/design/verification.md. What one pass may do beyond that is said by its `Rights`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Value numbers that do not see in which order a backward adds up, nor how elements are grouped.
 
-What a tensor holds is its *elements*, row by row, and its kind: sizes and dtype. A view that shows
-all of a dense tensor row by row has the elements of that tensor. In what depends on a tangent, the
-elements of a sum are the multiset of its summands:
+What a tensor holds is its *elements*, row by row, and its kind: sizes and dtype. In what depends on
+a tangent, the elements of a sum are the multiset of its summands (docs/design/verification.md):
 
     add(a, b)                                  a, b
     addmm(a, b, c), baddbmm(a, b, c)           a, mm(b, c)            alpha = beta = 1
@@ -10,9 +9,8 @@ elements of a sum are the multiset of its summands:
     embedding_dense_backward(b, index, ...)    rows(index, b)
     zeros                                      nothing
 
-A multiset is written as one integer: every summand is a number of 128 bits, drawn by a hash, and
-they are added. Two multisets with one integer would be a collision of that hash. So a chain of
-sums takes no more time than its calls.
+Every summand is a number of 128 bits, drawn by a hash, and they are added. Two multisets with one
+integer would be a collision of that hash.
 
 What is put to host memory has the elements that it had on the device, and is marked as being there:
 sums of what was put, and what is put of sums, are the same.

@@ -2,13 +2,8 @@
 
 Two graphs are compared, before and after. A stand-in counts as the node that it stands for; all
 else has to compute what it did before, each value from the same values by the same call (value
-numbering). The second graph is right if
-
-* both return the same, and every call that is not a function of its arguments runs as often;
-* a stand-in has the sizes, strides, dtype and device of what it stands for;
-* stand-ins are computed from values that the first graph has, and from constants;
-* no result of the forward depends on a lossy stand-in (but those of rules that are inexact there),
-  on one for the backward only, or on a tangent that it did not depend on before.
+numbering). Every call that is not a function of its arguments has to run as often. The other
+conditions are listed in docs/design/verification.md.
 
 By induction along the second graph, whatever a stand-in reads is then what it was. That what it
 computes from this is what it stands for, its rule answers for: rules are tried on random training
