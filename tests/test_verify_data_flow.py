@@ -219,18 +219,6 @@ def swap_saved(forward: fx.Graph, backward: fx.Graph) -> None:
     forward.output_node().args = (tuple(results),)
 
 
-def change_the_backward(forward: fx.Graph, backward: fx.Graph) -> None:
-    swap_arguments(backward)
-
-
-def change_the_forward(forward: fx.Graph, backward: fx.Graph) -> None:
-    change_the_operation(forward)
-
-
-def run_a_random_call_twice(forward: fx.Graph, backward: fx.Graph) -> None:
-    copy_a_random_call(forward)
-
-
 def run_a_random_call_in_both_halves(forward: fx.Graph, backward: fx.Graph) -> None:
     """It has the same name in both, and nobody reads the second."""
     node = calls(forward, ATEN.native_dropout)[0]
@@ -243,12 +231,17 @@ def lose_a_result(forward: fx.Graph, backward: fx.Graph) -> None:
     backward.output_node().args = (tuple(results_of(backward)[1:]),)
 
 
-@pytest.mark.parametrize(
-    "sabotage",
-    [swap_saved, change_the_backward, change_the_forward, run_a_random_call_twice,
-     run_a_random_call_in_both_halves, lose_a_result],
-    ids=lambda f: f.__name__,
-)  # fmt: skip
+SABOTAGE_OF_HALVES: dict[str, Callable[[fx.Graph, fx.Graph], None]] = {
+    "swap saved": swap_saved,
+    "change the backward": lambda forward, backward: swap_arguments(backward),
+    "change the forward": lambda forward, backward: change_the_operation(forward),
+    "run a random call twice": lambda forward, backward: copy_a_random_call(forward),
+    "run a random call in both halves": run_a_random_call_in_both_halves,
+    "lose a result": lose_a_result,
+}
+
+
+@pytest.mark.parametrize("sabotage", SABOTAGE_OF_HALVES.values(), ids=SABOTAGE_OF_HALVES)
 def test_sabotage_of_halves_is_noticed(sabotage: Callable[[fx.Graph, fx.Graph], None]) -> None:
     seen, forward, backward = split("dropout")
     verify_split(seen, forward, backward)

@@ -103,22 +103,21 @@ class _Process:
         location = self.report.step.locations.get(value)
         if location is not None:
             args |= {"module": location.module, "source": location.source}
-        return {
-            "ph": "X", "name": name, "cat": kind, "pid": self.report.graph, "tid": thread,
-            "ts": start / 1e3, "dur": (end - start) / 1e3, "args": args,
-        }  # fmt: skip
+        duration = (end - start) / 1e3
+        return self._event("X", name, thread, start / 1e3, args, cat=kind, dur=duration)
 
     def _counter(self, name: str, start: int, nbytes: int) -> Event:
-        return {
-            "ph": "C", "name": name, "pid": self.report.graph, "tid": 0, "ts": start / 1e3,
-            "args": {"bytes": nbytes},
-        }  # fmt: skip
+        return self._event("C", name, 0, start / 1e3, {"bytes": nbytes})
 
     def _name(self, what: str, thread: int, name: str) -> Event:
-        return {
-            "ph": "M", "name": what, "pid": self.report.graph, "tid": thread, "ts": 0,
-            "args": {"name": name},
-        }  # fmt: skip
+        return self._event("M", what, thread, 0, {"name": name})
+
+    def _event(
+        self, phase: str, name: str, thread: int, time: float, args: Event, **more: Any
+    ) -> Event:
+        graph = self.report.graph
+        named = {"ph": phase, "name": name, "pid": graph, "tid": thread, "ts": time}
+        return {**named, **more, "args": args}
 
 
 Entry = dict[str, Any]

@@ -342,19 +342,15 @@ def _allocator_line(memory: MemoryFigures) -> list[str]:
     """What torch's allocator reserves, and what the budget counts; nothing on the CPU."""
     if memory.predicted_reserved_bytes is None:
         return []
-    allocated, reserved, unused = map(
-        format_bytes,
-        (memory.predicted_peak_bytes, memory.predicted_reserved_bytes, memory.fragmentation_bytes),
-    )
+    allocated, reserved = memory.predicted_peak_bytes, memory.predicted_reserved_bytes
+    parts = (allocated, memory.fragmentation_bytes, reserved)
+    peak = "{} allocated + {} unused = {} reserved".format(*map(format_bytes, parts))
     more = ""
     if memory.own.arena_bytes:
         more += f", of which {format_bytes(memory.own.arena_bytes)} are planned addresses"
     if memory.tuning_bytes:
         more += f", {format_bytes(memory.tuning_bytes)} left for tuning kernels in the first step"
-    return [
-        f"  peak: {allocated} allocated + {unused} unused = {reserved} reserved{more}; "
-        f"the budget counts {memory.count} bytes"
-    ]
+    return [f"  peak: {peak}{more}; the budget counts {memory.count} bytes"]
 
 
 def _table(title: str, rows: tuple[Row, ...], limit: int = 10) -> list[str]:
