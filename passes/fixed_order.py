@@ -196,6 +196,9 @@ class Fence(SchedulerPass):
         why = allocate_at_places()
         if why is not None:
             log.info("the buffers of a graph are not placed: %s", why)
+        return self.hold(nodes)
+
+    def hold(self, nodes: list[Any]) -> list[Any]:
         names = names_being_scheduled()
         if not any(mark in name for name in names for mark in (WRITTEN, MOVED)):
             return nodes

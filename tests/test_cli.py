@@ -38,7 +38,7 @@ from tests.chains import chain_with_copies, phased_chain, skipping
 from tests.conftest import Golden
 from tests.pages import small_front
 from tests.small import stack_and_input
-from tests.step_reports import moving, planned
+from tests.step_reports import Terminal, moving, planned
 
 # --- cli ----------------------------------------------------------------------------------
 
@@ -194,13 +194,6 @@ def test_budgets() -> None:
 
 
 # --- progress -----------------------------------------------------------------------------
-
-
-class Terminal(io.StringIO):
-    """A stream that says it is one."""
-
-    def isatty(self) -> bool:
-        return True
 
 
 def test_progress_is_throttled_and_cleared() -> None:

@@ -33,7 +33,7 @@ from fxremat.planner.deadline import Deadline
 from fxremat.planner.milp.highs import Milp
 from fxremat.sizes import GIB
 from tests.chains import blocks
-from tests.step_reports import altered, moving, planned
+from tests.step_reports import Terminal, altered, moving, planned
 
 # --- logs ---------------------------------------------------------------------------------
 
@@ -181,11 +181,6 @@ def test_a_long_stage_says_what_it_does(
 
 
 # --- progress line ------------------------------------------------------------------------
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 def written(
