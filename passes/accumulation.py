@@ -89,16 +89,16 @@ def _gradients(joint: JointGraph) -> Iterator[tuple[fx.Node, fx.Node]]:
 
 def _may_be_added(joint: JointGraph, result: fx.Node, weight: fx.Node) -> bool:
     owner, gradient, value = root(result), result.meta["val"], weight.meta["val"]
+    alike = (gradient.dtype, gradient.device) == (value.dtype, value.device)
     return (
-        joint.role[owner] is Role.BACKWARD
+        alike
+        and list(map(size_bound, gradient.shape)) == list(value.shape)
+        and joint.role[owner] is Role.BACKWARD
         and owner.op == "call_function"
         and is_tensor(owner)
         and not is_put(owner)
-        and not _may_be_another(owner)
         and _count(owner) == _count(result)
-        and gradient.dtype == value.dtype
-        and gradient.device == value.device
-        and list(map(size_bound, gradient.shape)) == list(value.shape)
+        and not _may_be_another(owner)
     )
 
 
@@ -109,14 +109,11 @@ def _count(node: fx.Node) -> int:
 
 def _may_be_another(owner: fx.Node) -> bool:
     """Whether Inductor may return what is copied in place of the copy."""
-    alike = [
-        source
-        for source in owner.all_input_nodes
-        if is_tensor(source)
-        and source.meta["val"].dtype == owner.meta["val"].dtype
-        and _count(source) == _count(owner)
-    ]
-    return bool(alike) and is_noop_to_inductor(owner)
+    alike = any(
+        source.meta["val"].dtype == owner.meta["val"].dtype and _count(source) == _count(owner)
+        for source in filter(is_tensor, owner.all_input_nodes)
+    )
+    return alike and is_noop_to_inductor(owner)
 
 
 def _insert_behind(anchor: fx.Node, target: OpOverload, arguments: tuple[Any, ...]) -> fx.Node:
@@ -189,8 +186,8 @@ class Accumulation(Pass):
     lasting: frozenset[int] = frozenset()
 
     def requires(self, module: fx.GraphModule) -> None:
-        calls = [n.name for n in _accumulated_calls(module.graph)]
-        self.demand(not calls, f"{calls} have been put in before")
+        calls = module.graph.find_nodes(op="call_function", target=runtime.accumulated)
+        self.demand(not calls, f"{list(calls)} have been put in before")
 
     def call(self, module: fx.GraphModule) -> Changed:
         joint = read_joint_graph(module, self.num_forward_outputs)
@@ -200,15 +197,11 @@ class Accumulation(Pass):
     def ensures(self, module: fx.GraphModule) -> None:
         """What is accumulated is a result of the backward, for one of the ``parameters``."""
         joint = read_joint_graph(module, self.num_forward_outputs)
-        for node in _accumulated_calls(module.graph):
+        for node in module.graph.find_nodes(op="call_function", target=runtime.accumulated):
             result, weight = node.all_input_nodes[:2]
             self.demand(result in joint.backward_outputs, f"{result.name} is no gradient")
             asked = input_index(weight) in self.parameters
             self.demand(asked, f"{weight.name} is no parameter that was asked for")
-
-
-def _accumulated_calls(graph: fx.Graph) -> list[fx.Node]:
-    return list(graph.find_nodes(op="call_function", target=runtime.accumulated))
 
 
 # --- optimizer steps --------------------------------------------------------------------------

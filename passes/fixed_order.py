@@ -2,18 +2,8 @@
 
 Inductor keeps the order of a graph's nodes, but computes a loop again in each of its readers, and
 fuses loops. Where that could break the budget, nodes of the backward get marks in their names, for
-two passes of ours inside of Inductor:
-
-- `WriteResults`, on the graph after Inductor's own passes: planned results are written, and inputs
-  that the backward reads are handed on themselves, not as copies with channels last.
-- `Fence`, on the kernels before fusion: no loop moves across a library call. Only a loop whose
-  results are small beside what it reads, such as the sum that is a bias gradient, may run earlier.
-  A copy that only changes the layout for a library call runs last before it. On the CPU, where
-  loops share functions, a function ends where what has died must be freed. It also has the code
-  get its buffers from us, so that they may lie at planned addresses.
-
-        mm_1   relu_recompute   mm_2   gelu_backward   mm_3   sum_1 (small)
-               \\____ not here ____/         \\_____ may join ____/
+two passes of ours inside of Inductor, `WriteResults` and `Fence`. The latter also has the code get
+its buffers from us, so that they may lie at planned addresses.
 
 Both find what to hold by name and position alone, so that equal graph text gives equal results,
 as Inductor's caches expect.

@@ -75,16 +75,16 @@ _MAKERS: dict[Any, Accumulate] = {
     _ATEN._unsafe_index_put.default: _rows,
     _ATEN.embedding_dense_backward.default: _rows,
 }
+_FILLED = (_ATEN.full.default, _ATEN.new_full.default, _ATEN.full_like.default)
+_ZEROS = (_ATEN.zeros.default, _ATEN.new_zeros.default, _ATEN.zeros_like.default)
 _EXTERN = {*_MAKERS, _ATEN.addmm.default, _ATEN.baddbmm.default}
 """Calls whose result always has memory of its own: only onto these is anything added."""
 
 
 def _is_zero(node: Any) -> bool:
-    if not isinstance(node, fx.Node) or len(node.args) < 1:
+    if not isinstance(node, fx.Node):
         return False
-    if node.target in (_ATEN.full.default, _ATEN.new_full.default, _ATEN.full_like.default):
-        return bool(node.args[-1] == 0)
-    return node.target in (_ATEN.zeros.default, _ATEN.new_zeros.default, _ATEN.zeros_like.default)
+    return node.target in _ZEROS or (node.target in _FILLED and bool(node.args[-1] == 0))
 
 
 def _starts_at_zero(later: fx.Node) -> bool:

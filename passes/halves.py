@@ -37,8 +37,6 @@ class Rewritten:
 
     module: fx.GraphModule
     saved: tuple[fx.Node, ...]
-    recomputed: tuple[str, ...]
-    moved: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

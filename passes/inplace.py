@@ -22,7 +22,7 @@ pairs that hold in the planned graph, where every run of an op is a node of its 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
@@ -32,7 +32,7 @@ from fxremat.compat.configuration import OpOverload
 from fxremat.compat.joint_graph import copy_module, must_be_in_forward
 from fxremat.passes.base import Changed, Pass
 from fxremat.passes.halves import Rewritten
-from fxremat.passes.joint_graph import JointGraph, Role, computed_from, is_tensor, root
+from fxremat.passes.joint_graph import JointGraph, computed_from, is_tensor, root
 from fxremat.passes.materialisation import users_through_views
 from fxremat.passes.nodes import covers_storage, fake
 from fxremat.runtime import kernels
@@ -41,14 +41,6 @@ INTO = "_into"
 _OWN_SHAPE = frozenset({kernels.addmm_into, kernels.baddbmm_into})
 """These take an operand of any shape."""
 _FRESH = frozenset({"aten", "prims", "fxremat_kernels"})
-
-
-@dataclass(frozen=True)
-class InPlace:
-    """The graph rewritten once more; pairs of (call, the node it writes over), by name."""
-
-    rewritten: Rewritten
-    pairs: tuple[tuple[str, str], ...]
 
 
 def operand_of(node: fx.Node) -> fx.Node | None:
@@ -94,9 +86,8 @@ def overwritable(joint: JointGraph) -> dict[fx.Node, fx.Node]:
     results, found = joint.result_roots(), {}
     for node in joint.module.graph.nodes:
         owner = operand_of(node)
-        if owner is None or owner in results or owner in joint.mutated:
-            continue
-        if (joint.role[owner] is Role.FORWARD) == (joint.role[node] is Role.FORWARD):
+        lives_on = owner is None or owner in results or owner in joint.mutated
+        if owner is not None and not lives_on and joint.in_one_half(owner, node):
             found[node] = owner
     return found
 
@@ -106,7 +97,6 @@ class _InPlaceWriter:
 
     def __init__(self, graph: fx.Graph, kept: set[fx.Node], forward: set[fx.Node]) -> None:
         self.graph, self.kept, self.forward = graph, kept, forward
-        self.pairs: list[tuple[str, str]] = []
         self.replacements: dict[fx.Node, fx.Node] = {}
 
     def may_write(self, node: fx.Node, owner: fx.Node) -> bool:
@@ -119,15 +109,13 @@ class _InPlaceWriter:
         with self.graph.inserting_before(node):
             target = kernels.IN_PLACE[node.target]  # type: ignore[index]
             call = self.graph.call_function(target, (owner, *node.args[1:]))
-            call.meta = {**node.meta, "partitioner_tag": f"must_be_in_{half}"}
-            call.meta["val"] = owner.meta["val"] if target._schema.returns else None
+            value = owner.meta["val"] if target._schema.returns else None
+            call.meta = {**node.meta, "partitioner_tag": f"must_be_in_{half}", "val": value}
             seen = self.same_view(node.args[0], owner)  # type: ignore[arg-type]
         node.replace_all_uses_with(seen)
-        name = node.name
-        self.pairs.append((name, owner.name))
         self.replacements[node] = seen
         self.graph.erase_node(node)
-        call._rename(name + INTO)
+        call._rename(node.name + INTO)
 
     def same_view(self, given: fx.Node, owner: fx.Node) -> fx.Node:
         """A new view of the owner's storage like ``given``, at the point of insertion."""
@@ -141,8 +129,8 @@ class _InPlaceWriter:
         return new
 
 
-def rewrite(rewritten: Rewritten, num_forward_outputs: int) -> InPlace:
-    """Write over dead operands in a copy of a planned joint graph.
+def rewrite(rewritten: Rewritten, num_forward_outputs: int) -> Rewritten:
+    """Write over dead operands in a copy of a planned joint graph; the same if there are none.
 
     It comes before the graph is cut, because it may give other nodes to what the forward saves.
     """
@@ -158,13 +146,11 @@ def rewrite(rewritten: Rewritten, num_forward_outputs: int) -> InPlace:
         owner = operand_of(node)
         if owner is not None and writer.may_write(node, owner):
             writer.write(node, owner)
-    if not writer.pairs:
-        return InPlace(rewritten, ())
+    if not writer.replacements:
+        return rewritten
     module.recompile()
     module.meta = dict(rewritten.module.meta)
-    now = tuple(writer.replacements.get(n, n) for n in saved)
-    new = replace(rewritten, module=module, saved=now)
-    return InPlace(new, tuple(writer.pairs))
+    return Rewritten(module, tuple(writer.replacements.get(n, n) for n in saved))
 
 
 @dataclass(frozen=True)
@@ -180,7 +166,7 @@ class WriteInPlace(Pass):
 
     def call(self, module: fx.GraphModule) -> Changed:
         found = rewrite(self.planned, self.num_forward_outputs)
-        return Changed(found.rewritten.module, bool(found.pairs), found.rewritten)
+        return Changed(found.module, found is not self.planned, found)
 
     def ensures(self, module: fx.GraphModule) -> None:
         """No input of the graph is written over."""

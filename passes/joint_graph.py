@@ -81,6 +81,10 @@ class JointGraph:
         """The nodes among the backward's results; inputs without gradient have none."""
         return _nodes(self.results[self.num_forward_outputs :])
 
+    def in_one_half(self, one: fx.Node, other: fx.Node) -> bool:
+        """Whether both are computed in the forward, or both in the backward."""
+        return (self.role[one] is Role.FORWARD) == (self.role[other] is Role.FORWARD)
+
     def result_roots(self) -> set[fx.Node]:
         """Storages that the graph returns: they live to its end anyway."""
         return set(map(root, _nodes(self.results)))
@@ -214,12 +218,8 @@ def root(node: fx.Node) -> fx.Node:
 
 def is_run_for_effect(node: fx.Node) -> bool:
     """Whether a call has no tensor to give and is there for what it does (an assertion)."""
-    return (
-        node.op == "call_function"
-        and not is_tensor(node)
-        and not is_multi_output(node)
-        and node.is_impure()
-    )
+    gives = is_tensor(node) or is_multi_output(node)
+    return node.op == "call_function" and not gives and bool(node.is_impure())
 
 
 def reached(starts: Iterable[T], onward: Callable[[T], Iterable[T]]) -> set[T]:
@@ -264,15 +264,10 @@ def read_joint_graph(module: fx.GraphModule, num_fwd_outputs: int) -> JointGraph
     results = tuple(output.args[0])  # type: ignore[arg-type]
     descriptions = list(output.meta.get("desc") or [])
     in_backward = backward_closure(graph)
-    early = [n for n in _nodes(results[:num_fwd_outputs]) if n not in in_backward]
-    early += [
-        node
-        for node in graph.nodes
-        if (is_run_for_effect(node) and node not in in_backward)
-        or must_be_in_forward(node)
-        or IN_FORWARD in node.meta
-    ]
-    in_forward = computed_from(early)
+    early = [n for n in graph.nodes if must_be_in_forward(n) or IN_FORWARD in n.meta]
+    effects = filter(is_run_for_effect, graph.nodes)
+    ends = {*_nodes(results[:num_fwd_outputs]), *effects} - in_backward
+    in_forward = computed_from([*early, *ends])
     role: dict[fx.Node, Role] = {}
     for node in graph.nodes:
         if node in in_backward:

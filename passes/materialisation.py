@@ -1,19 +1,10 @@
 """Which results are written to memory, and which live only inside another op's loop.
 
-Run node by node (``fused=False``), every result that is not a view is written. Under Inductor a
-result is written if
+Run node by node (``fused=False``), every result that is not a view is written. What Inductor writes
+is listed in docs/design/problem.md. Two things more:
 
-* an *extern* kernel (matmul, convolution, attention, scatter, sort ...) makes it or reads it;
-* it is a reduction, a concatenation, or a result of the graph. Where a reduction is only read to be
-  converted, what is written is the result of the conversion;
-* it is what ranks gather or sum, once it has been waited for;
-* it may not be computed twice (random numbers, what the user said to save), or a variant wants it
-  stored;
-* another fusion group reads it, unless the backward makes it of less, in few ops;
-* two loops of its group read it that cannot be fused, and it is dear
-  (see below);
-* the backward reads it, and it is narrower than what it was computed from, as a mask is. Any other
-  elementwise result is computed again inside the loop of the backward that needs it.
+* where a reduction is only read to be converted, what is written is the result of the conversion;
+* what ranks gather or sum is written once it has been waited for.
 
 A *fusion group* is what lies between two extern kernels: elementwise ops and reductions that hang
 together and have equally many extern kernels before them on the longest path.
@@ -30,8 +21,6 @@ heavy function::
 
 A reduction over the last dimensions can share its outer loop with what follows, as in a softmax
 or a layer norm: there, nothing is written.
-
-The rule is a prediction; what Inductor really does is compared with it after lowering.
 """
 
 from __future__ import annotations
@@ -124,12 +113,8 @@ def is_reduction(node: fx.Node) -> bool:
 def is_fusable(node: fx.Node) -> bool:
     """Whether Inductor makes the node part of a generated loop."""
     packet = packet_of(node)
-    return (
-        packet in FUSABLE
-        or packet in CONCATENATIONS
-        or is_reduction(node)
-        or _has_tag(node.target, "pointwise")
-    )
+    known = packet in FUSABLE or packet in CONCATENATIONS
+    return known or is_reduction(node) or _has_tag(node.target, "pointwise")
 
 
 def is_scattering(node: fx.Node) -> bool:
@@ -163,29 +148,20 @@ def _is_call(node: fx.Node) -> bool:
 
 def users_through_views(node: fx.Node) -> list[fx.Node]:
     """Who reads the node's storage, directly or by way of views."""
-    users, stack = [], list(node.users)
-    while stack:
-        user = stack.pop()
-        if is_view(user):
-            stack.extend(user.users)
-        else:
-            users.append(user)
-    return users
+    return [
+        reader
+        for user in node.users
+        for reader in (users_through_views(user) if is_view(user) else (user,))
+    ]
 
 
 def _depths(joint: JointGraph) -> dict[fx.Node, int]:
     """Extern kernels on the longest path to a node, within its phase."""
     depth: dict[fx.Node, int] = {}
     for node in joint.module.graph.nodes:
-        in_backward = joint.role[node] is not Role.FORWARD if node in joint.role else True
-        inputs = [
-            depth[i]
-            for i in node.all_input_nodes
-            if i in depth and (joint.role[i] is not Role.FORWARD) == in_backward
-        ]
-        depth[node] = max(inputs, default=0)
-        if _is_call(node) and not is_fusable(node) and node.target is not operator.getitem:
-            depth[node] += 1
+        inputs = [depth[i] for i in node.all_input_nodes if joint.in_one_half(i, node)]
+        is_extern = _is_call(node) and not is_fusable(node) and node.target is not operator.getitem
+        depth[node] = max(inputs, default=0) + is_extern
     return depth
 
 
@@ -214,12 +190,8 @@ def _fusion_groups(
         if node.op != "call_function" or not is_fusable(node):
             continue
         for producer in {root(i) for i in node.all_input_nodes}:
-            if (
-                producer.op == "call_function"
-                and is_fusable(producer)
-                and depth[producer] == depth[node]
-                and (joint.role[producer] is Role.FORWARD) == (joint.role[node] is Role.FORWARD)
-            ):
+            fits = producer.op == "call_function" and is_fusable(producer)
+            if fits and depth[producer] == depth[node] and joint.in_one_half(producer, node):
                 groups.join(producer, node)
     return groups
 
@@ -307,11 +279,8 @@ def _is_only_converted(
 
 def _is_constant(node: fx.Node, joint: JointGraph) -> bool:
     """A tensor made from numbers alone: a loop that reads it computes it in place."""
-    return (
-        is_fusable(node)
-        and is_repeatable(node, joint.mutated)
-        and not any(is_tensor(i) for i in node.all_input_nodes)
-    )
+    from_numbers = not any(map(is_tensor, node.all_input_nodes))
+    return from_numbers and is_fusable(node) and is_repeatable(node, joint.mutated)
 
 
 def materialise(

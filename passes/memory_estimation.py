@@ -1,10 +1,7 @@
 """Joint graph to `Problem`: what would be materialised, how many bytes, how long it takes.
 
-Every written storage is a value, and one op is what it takes to write it: the node itself with all
-nodes between it and the nearest values (its *recompute slice*). Nothing is changed in the graph.
-
-    x ── mm ── h ── gelu ── g ── mm          values: x, h, g        ops: {mm}, {gelu}
-    x ── cos ── sin ── mm                    values: x, sin         ops: {cos, sin}
+Every written storage is a value, and one op is what it takes to write it: its *recompute slice*
+(docs/design/problem.md). Nothing is changed in the graph.
 
 The base order is that of the joint graph. Only ops that the backward alone needs, and that depend
 on no tangent, are moved: right before the first op that reads them. A pseudo-op writes the
@@ -101,13 +98,11 @@ def nbytes(tensor: torch.Tensor) -> int:
     """Bytes of a tensor's storage; dynamic sizes at their declared bound or as seen."""
     if tensor.layout is not torch.strided:
         return size_bound(tensor.numel()) * tensor.dtype.itemsize
-    span = 1
-    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        extent = size_bound(size)
-        if extent == 0:
-            return 0
-        span += (extent - 1) * size_bound(stride)
-    return span * tensor.dtype.itemsize
+    sizes = [size_bound(size) for size in tensor.shape]
+    if 0 in sizes:
+        return 0
+    steps = zip(sizes, map(size_bound, tensor.stride()), strict=True)
+    return (1 + sum((size - 1) * stride for size, stride in steps)) * tensor.dtype.itemsize
 
 
 class _Builder:
@@ -222,14 +217,13 @@ class _Builder:
 
     def pairs(self, sources: Iterable[fx.Node], value: fx.Node) -> tuple[tuple[str, str], ...]:
         """(source, value) for each source that the loop which makes the value may write over."""
-        in_forward = self.joint.role[value] is Role.FORWARD
         return tuple(
             (source.name, value.name)
             for source in sorted(sources)
             if source.op == "call_function"
             and not is_scattering(source)  # Inductor has no loop write over what it mutated
             # What the forward saved comes in as an input, which is never written over.
-            and (self.joint.role[source] is Role.FORWARD) == in_forward
+            and self.joint.in_one_half(source, value)
             and fake(source).itemsize == fake(value).itemsize
             and self.size(source) == self.size(value)
         )
@@ -414,10 +408,8 @@ def estimate(
     first_backward = next((i for i, op in enumerate(order) if op.phase == "backward"), len(order))
     arrival = Op(TANGENTS, (), tuple(n.name for n in tangents), 0.0, 0, "backward", False)
     order.insert(first_backward, arrival)
-    leaving = {
-        *builder.put_nodes.values(),
-        *(n for n in joint.backward_outputs if is_accumulated(joint, n)),
-    }
+    added = (n for n in joint.backward_outputs if is_accumulated(joint, n))
+    leaving = {*builder.put_nodes.values(), *added}
     kept = [root(n) for n in (*joint.forward_outputs, *joint.backward_outputs) if n not in leaving]
     outputs = list(dict.fromkeys(n.name for n in kept if materialisation.is_value(n)))
     host = (*builder.fetch_sources, *builder.put_nodes)

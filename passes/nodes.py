@@ -46,12 +46,11 @@ def arguments_of(node: fx.Node) -> dict[str, Any]:
     """The arguments of a call by name, defaults included."""
     target = node.target
     assert isinstance(target, OpOverload)
-    given = {}
-    for position, argument in enumerate(target._schema.arguments):
-        default = argument.default_value if argument.has_default_value() else None
-        value = node.args[position] if position < len(node.args) else default
-        given[argument.name] = node.kwargs.get(argument.name, value)
-    return given
+    defaults = {
+        argument.name: argument.default_value if argument.has_default_value() else None
+        for argument in target._schema.arguments
+    }
+    return defaults | dict(zip(defaults, node.args, strict=False)) | node.kwargs
 
 
 def packet_of(node: fx.Node) -> object:

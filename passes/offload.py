@@ -29,27 +29,15 @@ from torch import fx
 from fxremat import runtime
 from fxremat.passes.base import Changed, Pass, in_place
 from fxremat.passes.joint_graph import is_put
+from fxremat.passes.nodes import packet_name
 
 MOVED = "_moved"
 """Names of the calls have this, for `passes.fixed_order` to hold them where they are."""
 
 
-def is_move(node: fx.Node) -> bool:
-    return node.op == "call_function" and node.target in _CALLS
-
-
-_CALLS: dict[object, str] = {
-    runtime.settle: "settle",
-    runtime.to_host: "to_host",
-    runtime.wait_host: "wait_host",
-    runtime.to_device: "to_device",
-    runtime.wait_device: "wait_device",
-}
-
-
 def arrived_value(name: str) -> str | None:
     """The value that a node of this name brings back from the host; None where it brings none."""
-    call = re.fullmatch(f"{_CALLS[runtime.to_device]}_(.+){MOVED}(_\\d+)?", name)
+    call = re.fullmatch(f"to_device_(.+){MOVED}(_\\d+)?", name)
     return None if call is None else call[1]
 
 
@@ -57,26 +45,6 @@ def _adds_what_left(node: fx.Node) -> bool:
     if node.target is not torch.ops.aten.add.Tensor or node.kwargs or len(node.args) != 2:
         return False
     return all(isinstance(n, fx.Node) and is_put(n) and len(n.users) == 1 for n in node.args)
-
-
-def add_before_putting(graph: fx.Graph) -> bool:
-    """Rewrite sums of what was put to the host, in place; True if there were any."""
-    found = False
-    for node in list(graph.nodes):
-        summands = node.args[:2]
-        if not _adds_what_left(node):
-            continue
-        found = True
-        parts = [summand.args[0] for summand in summands]
-        with graph.inserting_before(node):
-            total = graph.call_function(node.target, tuple(parts))
-            total.meta = {**parts[0].meta, "val": parts[0].meta["val"]}
-            gathered = graph.call_function(summands[0].target, (total,))
-            gathered.meta = dict(summands[0].meta)
-        node.replace_all_uses_with(gathered)
-        for old in dict.fromkeys((node, *summands)):
-            graph.erase_node(old)
-    return found
 
 
 @dataclass
@@ -126,7 +94,7 @@ class Mover:
         node.meta = {key: like.meta[key] for key in _ORIGIN if key in like.meta}
         node.meta["val"] = _fake(op, like.meta["val"])
         node.meta["partitioner_tag"] = f"must_be_in_{half}"  # torch repeats it in both if it can
-        node._rename(f"{_CALLS[op]}_{name}{MOVED}")
+        node._rename(f"{packet_name(node)}_{name}{MOVED}")
         return node
 
 
@@ -149,7 +117,21 @@ class AddBeforePutting(Pass):
     name = "sums before leaving"
 
     def call(self, module: fx.GraphModule) -> Changed:
-        return in_place(module, add_before_putting(module.graph))
+        graph, found = module.graph, False
+        for node in list(graph.nodes):
+            if not _adds_what_left(node):
+                continue
+            found, summands = True, node.args
+            parts = [summand.args[0] for summand in summands]
+            with graph.inserting_before(node):
+                total = graph.call_function(node.target, tuple(parts))
+                total.meta = dict(parts[0].meta)
+                gathered = graph.call_function(summands[0].target, (total,))
+                gathered.meta = dict(summands[0].meta)
+            node.replace_all_uses_with(gathered)
+            for old in dict.fromkeys((node, *summands)):
+                graph.erase_node(old)
+        return in_place(module, found)
 
     def ensures(self, module: fx.GraphModule) -> None:
         """No sum is left whose summands leave only for it."""

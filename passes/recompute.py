@@ -188,7 +188,6 @@ def apply_plan(
     for node in (*joint.primals, *joint.tangents):
         writer.resolve(node)
     seen: set[str] = set()
-    recomputed: list[str] = []
 
     def run(start: int, part: Sequence[Step], in_backward: bool) -> None:
         writer.half = "backward" if in_backward else "forward"
@@ -198,7 +197,6 @@ def apply_plan(
             if isinstance(step, Move):
                 writer.move(step)
             elif step in seen:
-                recomputed.append(step)
                 writer.run_again(estimate.slices[step])
             elif step != TANGENTS:
                 writer.first_run(estimate.slices[step], in_backward)
@@ -214,14 +212,14 @@ def apply_plan(
             if isinstance(n, fx.Node) and joint.role[n] is Role.BACKWARD}  # fmt: skip
     early = results([None if i in late else n for i, n in enumerate(joint.results[:count])])
     forward = [n for n in writer.graph.nodes if n not in map(writer.env.get, joint.tangents)]
+    begin = len(forward) + len(joint.tangents)
     run(split, steps[split:], in_backward=True)
-    writer.announce_gradients(len(forward) + len(joint.tangents))
+    writer.announce_gradients(begin)
     if writer.last_put is not None:
         writer.mover.settle(writer.last_put, estimate.node_of[writer.last_put].meta["val"].device)
     backward_results = results(joint.results[count:])
     for i in late:
         early[i] = writer.resolve(joint.results[i])
-    begin = len(forward) + len(joint.tangents)
     kept = {node for node in (*early, *backward_results) if isinstance(node, fx.Node)}
     save_ends(forward, list(writer.graph.nodes)[begin:], kept)
     backward = list(writer.graph.nodes)[begin:]
@@ -230,7 +228,7 @@ def apply_plan(
     module = module_of(joint.module, writer.graph)
     module.meta = dict(joint.module.meta)
     saved = _read_across(forward, backward, backward_results)
-    return Rewritten(module, saved, tuple(recomputed), tuple(writer.mover.host_tensors))
+    return Rewritten(module, saved)
 
 
 @dataclass(frozen=True)

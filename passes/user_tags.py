@@ -39,9 +39,8 @@ def _must_recompute(node: fx.Node, joint: JointGraph) -> bool:
         return False
     if node.target is operator.getitem and not is_view(node):  # goes where its call goes
         return _must_recompute(node.all_input_nodes[0], joint)
-    return user_tag(node) == "MUST_RECOMPUTE" and (
-        is_view(node) or is_repeatable(node, joint.mutated)
-    )
+    may_run_again = is_view(node) or is_repeatable(node, joint.mutated)
+    return user_tag(node) == "MUST_RECOMPUTE" and may_run_again
 
 
 def _tagged_behind(
@@ -54,24 +53,6 @@ def _tagged_behind(
         return [n for n in read if n not in copied and _must_recompute(n, joint)]
 
     return sorted(reached(tagged(reader), tagged))
-
-
-def obey_must_recompute(joint: JointGraph) -> bool:
-    """Give the backward its own copies of nodes tagged MUST_RECOMPUTE; True if there are any."""
-    graph = joint.module.graph
-    copies: dict[fx.Node, fx.Node] = {}
-    for reader in list(graph.nodes):
-        if joint.role[reader] is Role.FORWARD or reader.op == "output":
-            continue
-        for node in _tagged_behind(reader, joint, copies):
-            with graph.inserting_before(reader):
-                copies[node] = graph.node_copy(node, lambda n: copies.get(n, n))
-            copies[node]._rename(node.name + RECOMPUTED)
-            copies[node].meta = {k: v for k, v in node.meta.items() if k != "recompute"}
-        for source in reader.all_input_nodes:
-            if source in copies:
-                reader.replace_input_with(source, copies[source])
-    return bool(copies)
 
 
 def _readers(joint: JointGraph, source: fx.Node) -> list[fx.Node]:
@@ -97,9 +78,8 @@ def protect_mutated_inputs(joint: JointGraph) -> bool:
         last_input = [n for n in graph.nodes if n.op == "placeholder"][-1]
         with graph.inserting_after(last_input):
             clone = graph.call_function(torch.ops.aten.clone.default, (source,))
-        clone.meta = {k: v for k, v in source.meta.items() if k not in ("desc",)}
-        clone.meta["val"] = source.meta["val"].clone()
-        clone.meta["partitioner_tag"] = "must_be_in_forward"
+        clone.meta = {key: value for key, value in source.meta.items() if key != "desc"}
+        clone.meta |= {"val": source.meta["val"].clone(), "partitioner_tag": "must_be_in_forward"}
         for node in list(source.users):
             if node is not clone and node.op != "output" and not is_mutating(node):
                 node.replace_input_with(source, clone)
@@ -115,8 +95,21 @@ class ObeyMustRecompute(Pass):
     num_forward_outputs: int
 
     def call(self, module: fx.GraphModule) -> Changed:
-        joint = read_joint_graph(module, self.num_forward_outputs)
-        return in_place(module, obey_must_recompute(joint))
+        """Give the backward its own copies of tagged nodes."""
+        joint, graph = read_joint_graph(module, self.num_forward_outputs), module.graph
+        copies: dict[fx.Node, fx.Node] = {}
+        for reader in list(graph.nodes):
+            if joint.role[reader] is Role.FORWARD or reader.op == "output":
+                continue
+            for node in _tagged_behind(reader, joint, copies):
+                with graph.inserting_before(reader):
+                    copies[node] = graph.node_copy(node, lambda n: copies.get(n, n))
+                copies[node]._rename(node.name + RECOMPUTED)
+                copies[node].meta = {k: v for k, v in node.meta.items() if k != "recompute"}
+            for source in reader.all_input_nodes:
+                if source in copies:
+                    reader.replace_input_with(source, copies[source])
+        return in_place(module, bool(copies))
 
     def ensures(self, module: fx.GraphModule) -> None:
         """No call of the backward reads a tagged node of the forward."""

@@ -97,21 +97,16 @@ class Tab:
         self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, **more)
         self.settle()
 
-    def click(self, x: float, y: float) -> None:
-        """Click at a point."""
-        for kind in ("mousePressed", "mouseReleased"):
-            self.point(x, y, kind, button="left", clickCount=1)
-
-    def press(self, key: str, **more: Any) -> None:
+    def press(self, key: str) -> None:
         """Press a key."""
         text = {"text": key} if len(key) == 1 else {}
-        self.call("Input.dispatchKeyEvent", type="keyDown", key=key, **text, **more)
+        self.call("Input.dispatchKeyEvent", type="keyDown", key=key, **text)
         self.call("Input.dispatchKeyEvent", type="keyUp", key=key)
         self.settle()
 
-    def picture(self, path: Path, whole: bool = False) -> None:
-        """Write what is seen as PNG; ``whole``: with what is below the window's edge."""
-        shot = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
+    def picture(self, path: Path) -> None:
+        """Write what is seen as PNG."""
+        shot = self.call("Page.captureScreenshot", format="png")
         path.write_bytes(base64.b64decode(shot["data"]))
 
     def complaints(self) -> list[str]:
@@ -133,15 +128,7 @@ class Tab:
 
 
 @contextmanager
-def opened(
-    page: Path,
-    profile: Path,
-    *,
-    fragment: str = "",
-    dark: bool = False,
-    width: int = 1360,
-    height: int = 1500,
-) -> Iterator[Tab]:
+def opened(page: Path, profile: Path, *, fragment: str = "", dark: bool = False) -> Iterator[Tab]:
     """A page in a browser of its own; ``profile`` is an empty folder for what that keeps."""
     to_browser, writing = os.pipe()
     reading, from_browser = os.pipe()
@@ -175,8 +162,8 @@ def opened(
             tab.call(f"{part}.enable")
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         tab.call("Emulation.setEmulatedMedia", features=[scheme])
-        tab.call("Emulation.setDeviceMetricsOverride", width=width, height=height,
-                 deviceScaleFactor=1, mobile=False)  # fmt: skip
+        size = {"width": 1360, "height": 1500, "deviceScaleFactor": 1, "mobile": False}
+        tab.call("Emulation.setDeviceMetricsOverride", **size)
         tab.call("Page.navigate", url=f"{page.as_uri()}#{fragment}")
         _wait_for_load(tab)
         yield tab

@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +162,26 @@ def golden(request: pytest.FixtureRequest) -> Golden:
     """``golden(text)`` compares with ``tests/golden/<test name>.txt``."""
     name = re.sub(r"\W+", "_", request.node.name).strip("_")
     return Golden(GOLDEN / f"{name}.txt", request.config.getoption("--update-golden"))
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """``run("solve", path)`` runs a command of fxremat: its exit status, output and errors."""
+    from fxremat.cli import main
+
+    return lambda *words: (main([*map(str, words)]), *capsys.readouterr())
+
+
+@pytest.fixture
+def refused(run: Callable[..., tuple[int, str, str]]) -> Callable[..., str]:
+    """The line that a command of fxremat prints which fails, with exit status 2 unless said."""
+
+    def refusal(*words: object, status: int = 2) -> str:
+        found, _, error = run(*words)
+        assert (found, error.count("\n")) == (status, 1), error
+        return error
+
+    return refusal
 
 
 @pytest.fixture

@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 from hypothesis import strategies as st
-from torch import nn
+from torch import fx, nn
 
 from fxremat.core.timeline import replay
 from fxremat.cost.workspaces import Workspaces
 from fxremat.memory.measured_peak import measure_peak
 from fxremat.passes.halves import Rewritten
+from fxremat.passes.inplace import INTO
+from fxremat.passes.joint_graph import root
 from fxremat.verify.aliasing import check_in_place
 from tests.graphs import Capture, Choose, Net, batch, compiled
 
@@ -82,3 +84,9 @@ def judge(before: Rewritten, now: Rewritten, forward: int = 99) -> None:
         saved=[n.name for n in now.saved],
         num_forward_outputs=forward,
     )
+
+
+def written_over(graph: fx.Graph) -> list[tuple[str, str]]:
+    """The calls that write over an operand, each with the node whose memory that is."""
+    calls = [node for node in graph.nodes if node.name.endswith(INTO)]
+    return [(node.name.removesuffix(INTO), root(node.args[0]).name) for node in calls]

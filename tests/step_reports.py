@@ -1,7 +1,8 @@
-"""Reports of planned steps for the tests of pictures and files."""
+"""Reports of planned steps for the tests of pictures and files, and a terminal to print on."""
 
 from __future__ import annotations
 
+import io
 from collections import defaultdict
 from dataclasses import fields, replace
 from functools import cache
@@ -15,6 +16,13 @@ from fxremat.planner import SolverOptions, solve
 from fxremat.report.report import MemoryFigures, Report, SourceLocation, StepMemory
 from tests.chains import chain_with_copies
 from tests.small import Stack, seeded
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is one."""
+
+    def isatty(self) -> bool:
+        return True
 
 
 @cache

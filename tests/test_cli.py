@@ -38,11 +38,13 @@ from tests.chains import chain_with_copies, phased_chain, skipping
 from tests.conftest import Golden
 from tests.pages import small_front
 from tests.small import stack_and_input
-from tests.step_reports import moving, planned
+from tests.step_reports import Terminal, moving, planned
 
 # --- cli ----------------------------------------------------------------------------------
 
 
+Run = Callable[..., tuple[int, str, str]]
+Refused = Callable[..., str]
 STORE_ALL = 33  # bytes of `phased_chain(8)`
 
 
@@ -53,88 +55,81 @@ def problem(tmp_path: Path) -> str:
     return str(path)
 
 
-def without_times(text: str) -> str:
-    return re.sub(r"(?m)^(seconds +)[0-9.]+$", r"\1...", text)
-
-
 # --- solve and check ----------------------------------------------------------------------
 
 
-def test_solve_text(
-    problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], golden: Golden
-) -> None:
+def test_solve_text(problem: str, tmp_path: Path, run: Run, golden: Golden) -> None:
     out = str(tmp_path / "plan.json")
-    assert main(["solve", problem, "--budget", "80%", "--solver", "greedy", "--out", out]) == 0
-    printed = capsys.readouterr()
-    assert printed.err == ""
-    golden(without_times(printed.out).replace(out, "plan.json"))
+    given = ["--budget", "80%", "--solver", "greedy", "--out", out]
+    status, printed, error = run("solve", problem, *given)
+    assert (status, error) == (0, "")
+    golden(re.sub(r"(?m)^(seconds +)[0-9.]+$", r"\1...", printed).replace(out, "plan.json"))
 
 
 @pytest.mark.parametrize("budget", ["80%", "26", "26B", "0.026kB"])
-def test_solve_and_check(
-    problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], budget: str
-) -> None:
+def test_solve_and_check(problem: str, tmp_path: Path, run: Run, budget: str) -> None:
     out = tmp_path / "plan.json"
     given = ["--budget", budget]
-    assert main(["solve", problem, *given, "--solver", "greedy", "--out", str(out)]) == 0
+    assert run("solve", problem, *given, "--solver", "greedy", "--out", out)[0] == 0
     assert check(phased_chain(8), json.loads(out.read_text())["steps"], 26).ok
-    assert main(["check", problem, str(out), *given]) == 0
-    assert "ok: peak 2" in capsys.readouterr().out
-    assert main(["check", problem, str(out), "--budget", "10"]) == 1
-    assert "over budget" in capsys.readouterr().out
+    status, printed, _ = run("check", problem, out, *given)
+    assert status == 0
+    assert "ok: peak 2" in printed
+    status, printed, _ = run("check", problem, out, "--budget", "10")
+    assert status == 1
+    assert "over budget" in printed
 
 
-def test_solve_and_check_with_moves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_solve_and_check_with_moves(tmp_path: Path, run: Run) -> None:
     path, out = tmp_path / "net.json", tmp_path / "plan.json"
     path.write_text(json.dumps(problem_to_json(chain_with_copies(8, copies=None))))
     moves = ["--host-bandwidth", "10MB/s"]  # ten bytes per microsecond
     given = [str(path), "--budget", "507"]
-    assert main(["solve", *given, "--solver", "greedy", "--out", str(out), *moves]) == 0
-    assert "moved     " in capsys.readouterr().out
-    assert main(["check", str(path), str(out), "--budget", "507", *moves]) == 0
-    assert main(["check", str(path), str(out), *moves, "--host-memory", "150"]) == 1
-    assert "over host memory" in capsys.readouterr().out
-    assert main(["check", str(path), str(out)]) == 1
-    assert "the problem has no copies" in capsys.readouterr().out
-    assert main(["solve", *given, "--solver", "greedy", *moves, "--host-memory", "0"]) == 0
-    assert "moved" not in capsys.readouterr().out
+    solve, look = ["solve", *given, "--solver", "greedy", *moves], ["check", path, out]
+    assert "moved     " in run(*solve, "--out", out)[1]
+    assert run("check", path, out, "--budget", "507", *moves)[0] == 0
+    for more, said in (
+        ([*moves, "--host-memory", "150"], "over host memory"),
+        ([], "the problem has no copies"),
+    ):
+        status, printed, _ = run(*look, *more)
+        assert status == 1
+        assert said in printed
+    status, printed, _ = run(*solve, "--host-memory", "0")
+    assert status == 0
+    assert "moved" not in printed
 
 
-def test_times_of_another_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_times_of_another_device(tmp_path: Path, run: Run, refused: Refused) -> None:
+    trace = ["trace", "tests.small:stack_and_input", "--out", tmp_path / "problem.json"]
+
     def traced(*given: str) -> Problem:
-        out = str(tmp_path / "problem.json")
-        assert main(["trace", "tests.small:stack_and_input", "--out", out, *given]) == 0
-        return load_problem(out)
+        assert run(*trace, *given)[0] == 0
+        return load_problem(str(tmp_path / "problem.json"))
 
     assert traced("--device", "H100").base_time_us < traced("--device", "cpu").base_time_us
     moving = traced("--device", "H100", "--copies").copies
     assert moving is not None
     assert moving.to_host == moving.to_device > 0
-    assert main(["trace", "tests.small:stack_and_input", "--out", "x", "--copies"]) == 2
-    assert "--copies needs --device" in capsys.readouterr().err
-    assert main(["trace", "tests.small:stack_and_input", "--out", "x", "--device", "H1000"]) == 2
-    assert "unknown device 'H1000'; there are cpu, B200" in capsys.readouterr().err
+    assert "--copies needs --device" in refused(*trace, "--copies")
+    unknown = "unknown device 'H1000'; there are cpu, B200"
+    assert unknown in refused(*trace, "--device", "H1000")
 
 
-def test_check_of_a_bad_plan(
-    problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_check_of_a_bad_plan(problem: str, tmp_path: Path, run: Run) -> None:
     steps = phased_chain(8).base_steps()
     path = tmp_path / "plan.json"
     path.write_text(json.dumps({"steps": [*steps[1:], "y0"]}))
-    assert main(["check", problem, str(path)]) == 1
-    assert "read is not there" in capsys.readouterr().out
+    status, printed, _ = run("check", problem, path)
+    assert status == 1
+    assert "read is not there" in printed
 
 
-def test_a_budget_that_nothing_fits(
-    problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_budget_that_nothing_fits(problem: str, tmp_path: Path, refused: Refused) -> None:
     out = tmp_path / "plan.json"
-    assert main(["solve", problem, "--budget", "5", "--solver", "greedy", "--out", str(out)]) == 1
-    printed = capsys.readouterr()
+    given = ["--budget", "5", "--solver", "greedy", "--out", out]
     least = planner.solve(phased_chain(8), 0, "greedy")
-    assert printed.out == ""
-    assert printed.err == (
+    assert refused("solve", problem, *given, status=1) == (
         f"no plan within 5 bytes; the least peak found is {least.peak_bytes} bytes "
         f"(proven least: {least.peak_bound_bytes})\n"
     )
@@ -157,37 +152,34 @@ def mine(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[int | None, SolverOp
 
 @pytest.mark.parametrize(("limit", "given"), [(None, []), (7.5, ["--time-limit", "7.5"])])
 def test_solver_and_limit_are_passed_on(
-    problem: str, mine: list[Any], limit: float | None, given: list[str],
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    problem: str, mine: list[Any], limit: float | None, given: list[str], run: Run
+) -> None:
     asked = []
     mine.append(lambda budget, given: asked.append((budget, given.time_limit_s, given.progress)))
-    assert main(["solve", problem, "--budget", "1MiB", "--solver", "mine", *given]) == 0
+    _, printed, _ = run("solve", problem, "--budget", "1MiB", "--solver", "mine", *given)
     assert asked == [(2**20, limit, None)]
-    assert "solver    mine" in capsys.readouterr().out
+    assert "solver    mine" in printed
 
 
-def test_ctrl_c_gives_the_best_plan_so_far(
-    problem: str, mine: list[Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ctrl_c_gives_the_best_plan_so_far(problem: str, mine: list[Any], run: Run) -> None:
     mine.append(lambda *_: os.kill(os.getpid(), signal.SIGINT))
     before = signal.getsignal(signal.SIGINT)
-    assert main(["solve", problem, "--budget", "100%", "--solver", "mine"]) == 0
-    printed = capsys.readouterr()
-    assert "solver    mine" in printed.out
-    assert "interrupted" in printed.err
+    status, printed, error = run("solve", problem, "--budget", "100%", "--solver", "mine")
+    assert status == 0
+    assert "solver    mine" in printed
+    assert "interrupted" in error
     assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_ctrl_c_outside_of_solving(
-    problem: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    problem: str, monkeypatch: pytest.MonkeyPatch, refused: Refused
 ) -> None:
     def interrupted(path: str) -> Problem:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("fxremat.cli.arguments.load_problem", interrupted)
-    assert main(["solve", problem, "--budget", "5"]) == 130
-    assert capsys.readouterr().err == "fxremat: interrupted\n"
+    line = refused("solve", problem, "--budget", "5", status=130)
+    assert line == "fxremat: interrupted\n"
 
 
 # --- budgets ------------------------------------------------------------------------------
@@ -202,13 +194,6 @@ def test_budgets() -> None:
 
 
 # --- progress -----------------------------------------------------------------------------
-
-
-class Terminal(io.StringIO):
-    """A stream that says it is one."""
-
-    def isatty(self) -> bool:
-        return True
 
 
 def test_progress_is_throttled_and_cleared() -> None:
@@ -244,27 +229,21 @@ def test_progress_is_shown_on_a_terminal_only(
 # --- pareto -------------------------------------------------------------------------------
 
 
-def test_pareto(problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pareto(problem: str, tmp_path: Path, run: Run) -> None:
     out, picture = tmp_path / "front.json", tmp_path / "front.svg"
-    files = ["--out", str(out), "--picture", str(picture)]
-    assert main(["pareto", problem, "--budget", "80%", *files]) == 0
-    printed = capsys.readouterr().out
+    files = ["--out", out, "--picture", picture]
+    _, printed, _ = run("pareto", problem, "--budget", "80%", *files)
     data = json.loads(out.read_text())
     assert data["budget_bytes"] == int(0.8 * STORE_ALL)
     assert [point["peak_bytes"] for point in data["points"]] == [
         plan.peak_bytes for plan in planner.front(phased_chain(8))
     ]
-    assert data["points"][0]["of_store_all"] == 1.0
-    assert data["points"][0]["added"] == 0.0
+    assert (data["points"][0]["of_store_all"], data["points"][0]["added"]) == (1.0, 0.0)
     assert all(f"{point['peak_bytes']:,} " in printed for point in data["points"])
     assert "fastest of these within" in printed
     assert f"written   {picture}" in printed
     assert any("budget" in (e.text or "") for e in ElementTree.parse(picture).iter())
-
-
-def test_pareto_alone(problem: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["pareto", problem]) == 0
-    assert "within" not in capsys.readouterr().out
+    assert "within" not in run("pareto", problem)[1]
 
 
 # --- what is refused ----------------------------------------------------------------------
@@ -299,20 +278,25 @@ REFUSED: dict[str, list[str]] = {
     "no device": ["fit", "models:small", "--vary", "batch=0:0"],
     "no step": ["page", "page.html"],
     "no report": ["page", "page.html", "plan.json"],
+    "report of a list": ["explain", "list.json"],
+    "report not JSON": ["page", "page.html", "text.json"],
+    "missing report": ["page", "page.html", "missing.json"],
+    "no front": ["page", "page.html", "missing.json", "--front", "plan.json"],
+    "front of a list": ["page", "page.html", "missing.json", "--front", "list.json"],
     "batch of nothing": ["explain", "models:small", "--device", "cpu", "--batch", "0"],
     "batch of a function": ["explain", "models:small", "--device", "cpu", "--batch", "2"],
 }
 
 
 def test_refused_in_one_line(
-    problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, golden: Golden,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, golden: Golden, refused: Refused
+) -> None:
     """Exit status 2, and one line that names the file, the field or the argument."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(planner, "SOLVERS", {"greedy": None, "least_peak": None})
     monkeypatch.setattr("fxremat.cli.arguments.SOLVERS", planner.SOLVERS)
     Path("text.json").write_text("no JSON")
+    Path("list.json").write_text("[]")
     Path("bytes.json").write_bytes(b"\xff\xff")
     Path("empty").mkdir()
     Path("plan.json").write_text('{"format": "plan"}')
@@ -321,42 +305,36 @@ def test_refused_in_one_line(
     Path("field.json").write_text(json.dumps(data))
     lines = []
     for name, arguments in REFUSED.items():
-        with monkeypatch.context() as patch:
-            if name == "output nowhere":
-                patch.setattr("fxremat.cli.solve.front", lambda *_: ())
-            assert main(arguments) == 2, name
-        error = capsys.readouterr().err
-        assert error.count("\n") == 1, error
-        lines.append(f"{name}: {error}")
+        if name == "output nowhere":
+            monkeypatch.setattr("fxremat.cli.solve.front", lambda *_: ())
+        lines.append(f"{name}: {refused(*arguments)}")
     golden("".join(lines))
+    assert not Path("page.html").exists()
 
 
-def test_a_solver_that_cannot_take_the_problem_says_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "skipping.json"
-    path.write_text(json.dumps(problem_to_json(skipping())))
-    assert main(["solve", str(path), "--budget", "80%", "--solver", "rotor"]) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    assert "not a chain" in error
-    assert "hrockmate" in error
-
-
-@pytest.mark.parametrize("arguments", [["solv"], ["trace", "a:b", "--out", "x", "--mode", "slow"]])
-def test_choices_are_named(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(arguments) == 2
-    error = capsys.readouterr().err
-    assert re.search("solve|aot_eager", error)
-    assert error.count("\n") == 1
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["solv"], "solve"),
+        (["trace", "a:b", "--out", "x", "--mode", "slow"], "aot_eager"),
+        (["solve", "skipping.json", "--budget", "80%", "--solver", "rotor"], "not a chain"),
+    ],
+)
+def test_what_there_is_instead_is_named(
+    arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    refused: Refused,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    Path("skipping.json").write_text(json.dumps(problem_to_json(skipping())))
+    line = refused(*arguments)
+    assert said in line
+    assert "rotor" not in arguments or "hrockmate" in line
 
 
 # --- info ---------------------------------------------------------------------------------
 
 
-def test_info(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_info(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
     """Versions, devices, what is supported, caches with their sizes, and what is set."""
     inductor = tmp_path / "inductor"
     (inductor / "fxremat").mkdir(parents=True)
@@ -366,8 +344,7 @@ def test_info(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "none"))
     monkeypatch.setenv("FXREMAT_SOLVER", "greedy")
     monkeypatch.setenv("FXREMAT_SLOVER", "greedy")
-    assert main(["info", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(run("info", "--json")[1])
     assert found["versions"]["fxremat"] == fxremat.__version__
     assert found["versions"]["torch"] == torch.__version__
     assert found["devices"][-1]["name"] == "cpu"
@@ -376,19 +353,16 @@ def test_info(
     assert [one["bytes"] for one in found["caches"]] == [110, 10, 0]
     assert found["settings"]["FXREMAT_SOLVER"] == "greedy"
     assert "there is no such option" in found["settings"]["FXREMAT_SLOVER"]
-    assert main(["info"]) == 0
-    printed = capsys.readouterr().out
+    status, printed, _ = run("info")
+    assert status == 0
     assert f"10 B in {inductor / 'fxremat'}" in printed
     assert re.search(r"FXREMAT_SLOVER +greedy \(there is no such option\)", printed)
 
 
-def test_what_is_not_supported_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_not_supported_is_named(monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
     monkeypatch.setattr(torch.version, "hip", "6.4")
     monkeypatch.setattr(torch.xpu, "is_available", lambda: True)
-    assert main(["info", "--json"]) == 0
-    support = json.loads(capsys.readouterr().out)["support"]
+    support = json.loads(run("info", "--json")[1])["support"]
     assert support["ROCm"] == "not tried, and this is one"
     assert support["XPU"] == "not supported, and this is one"
     assert support["CPU"] == "yes"
@@ -397,77 +371,44 @@ def test_what_is_not_supported_is_named(
 # --- explain ------------------------------------------------------------------------------
 
 
-def test_files_of_two_graphs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_of_two_graphs(tmp_path: Path, run: Run) -> None:
     reports = [planned(), replace(moving(), graph=1)]
     for report in reports:
         write_report(str(tmp_path), report)
     front = tmp_path / "front.json"
     front.write_text(json.dumps(small_front().to_json()))
     page, trace, snapshot = (tmp_path / name for name in ("a.html", "a.json", "a.pickle"))
-    given = [str(tmp_path / f"graph_{n}.report.json") for n in (0, 1)]
-    assert main(["page", str(page), *given, "--front", str(front)]) == 0
-    printed = capsys.readouterr().out
+    given = [tmp_path / f"graph_{n}.report.json" for n in (0, 1)]
+    _, printed, _ = run("page", page, *given, "--front", front)
     assert printed.startswith(planned().summary())
     assert f"written   {page}" in printed
-    viewers = ["--perfetto", str(trace), "--memory-viz", str(snapshot)]
-    assert main(["explain", *given, *viewers]) == 0
+    _, printed, _ = run("explain", *given, "--perfetto", trace, "--memory-viz", snapshot)
+    assert printed.startswith(str(planned()))
+    assert f"written   {trace}" in printed
     assert page.read_text() == page_of(reports, small_front())
     assert json.loads(trace.read_text()) == chrome_trace(reports)
     assert pickle.loads(snapshot.read_bytes()) == memory_snapshot(reports)
-    printed = capsys.readouterr().out
-    assert printed.startswith(str(planned()))
-    assert f"written   {trace}" in printed
 
 
-@pytest.mark.parametrize(
-    ("report", "asked", "said"),
-    [
-        ("{}", "explain report.json", "no report of this version of fxremat"),
-        ("[]", "explain report.json", "no report of this version of fxremat"),
-        ("{", "page out.html report.json", "not JSON"),
-        (None, "page out.html report.json", "No such file"),
-        ("{}", "page out.html report.json --front report.json", "no front; pareto --out writes"),
-        ("[]", "page out.html report.json --front report.json", "no front; pareto --out writes"),
-    ],
-)
-def test_files_are_refused_in_one_line(
-    report: str | None, asked: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    monkeypatch.chdir(tmp_path)
-    if report is not None:
-        Path("report.json").write_text(report)
-    assert main(asked.split()) == 2
-    error = capsys.readouterr().err
-    assert said in error
-    assert error.count("\n") == 1
-    assert not list(tmp_path.glob("out.*"))
-
-
-def test_a_file_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_cannot_be_written(tmp_path: Path, refused: Refused) -> None:
     write_report(str(tmp_path), planned())
-    given = [str(tmp_path / "graph_0.report.json"), "--memory-viz", str(tmp_path / "no" / "file")]
-    assert main(["explain", *given]) == 2
-    assert "No such file or directory" in capsys.readouterr().err
+    report, nowhere = tmp_path / "graph_0.report.json", tmp_path / "no" / "file"
+    assert "No such file or directory" in refused("explain", report, "--memory-viz", nowhere)
 
 
 def test_a_step_is_planned(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run, refused: Refused
 ) -> None:
     """The report is that of `fxremat.explain`; what does not fit is refused in one line."""
     monkeypatch.setenv("FXREMAT_VARIANTS", "none")
     monkeypatch.setenv("FXREMAT_SOLVER", "greedy")
     step = ["tests.small:stack_and_input", "--device", "cpu", "--optimizer", "none"]
     page = tmp_path / "step.html"
-    assert main(["page", str(page), *step, "--budget", "1MiB"]) == 0
+    _, printed, _ = run("page", page, *step, "--budget", "1MiB")
     assert page.read_text().startswith("<!")
-    printed = capsys.readouterr().out
     model, given = stack_and_input()
     (graph,) = fxremat.explain(model, *given, memory_budget="1MiB").graphs
-    peak = f"-> {format_bytes(graph.predicted_peak_bytes)} of 1.00 MiB"
-    assert peak in printed
-    assert main(["explain", *step, "--budget", "1B"]) == 1
-    printed = capsys.readouterr().err
-    assert "the least that fxremat can plan is" in printed
-    assert "What to do: set memory_budget=" in printed
-    assert printed.count("\n") == 1
+    assert f"-> {format_bytes(graph.predicted_peak_bytes)} of 1.00 MiB" in printed
+    line = refused("explain", *step, "--budget", "1B", status=1)
+    assert "the least that fxremat can plan is" in line
+    assert "What to do: set memory_budget=" in line

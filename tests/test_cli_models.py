@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ import fxremat
 from fxremat.cli import main
 from fxremat.cli.arguments import UsageError
 from fxremat.cli.bisect import ALL_OFF, PARTS
-from fxremat.cli.step import KINDS, Wanted, step_of_config
+from fxremat.cli.step import KINDS, OF_CONFIGS, step_of_config
 from fxremat.compat.tensors import fake_tensors
 from fxremat.core.check import check
 from fxremat.core.problem import Problem, load_problem, problem_to_json
@@ -32,6 +33,9 @@ from tests.small import Stack, seeded
 
 ROOT = Path(__file__).parent.parent
 
+Run = Callable[..., tuple[int, str, str]]
+Refused = Callable[..., str]
+Written = Callable[[Any], str]
 MODELS = """
 import torch
 from torch import nn
@@ -111,10 +115,8 @@ def test_trace_takes_models_of_all_sorts(models: str, tmp_path: Path, name: str)
     found = traced(models, name, tmp_path)
     assert {"forward", "backward"} <= {op.phase for op in found.ops}
     assert check(found, found.base_steps()).ok
-
-
-def test_half_takes_half(models: str, tmp_path: Path) -> None:
-    assert traced(models, "half", tmp_path).resident_bytes == 2 * (8 * 8 + 8 + 4 * 8)
+    if name == "half":
+        assert found.resident_bytes == 2 * (8 * 8 + 8 + 4 * 8)
 
 
 REFUSED_MODELS = {
@@ -127,24 +129,18 @@ REFUSED_MODELS = {
 
 
 @pytest.mark.parametrize("name", REFUSED_MODELS)
-def test_trace_refuses(
-    models: str, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_trace_refuses(models: str, tmp_path: Path, name: str, refused: Refused) -> None:
     out = tmp_path / "out.json"
-    assert main(["trace", f"{models}:{name}", "--out", str(out)]) == 2
-    assert REFUSED_MODELS[name] in capsys.readouterr().err
+    assert REFUSED_MODELS[name] in refused("trace", f"{models}:{name}", "--out", out)
     assert not out.exists()
 
 
-def test_a_module_that_fails_to_import_says_why(
-    models: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.usefixtures("models")
+def test_a_module_that_fails_to_import_says_why(tmp_path: Path, refused: Refused) -> None:
     """In one line, as all errors are; the traceback is there for whoever asks."""
     (tmp_path / "cli_failing.py").write_text("import no_such_thing_at_all")
-    assert main(["trace", "cli_failing:f", "--out", "x"]) == 2
-    error = capsys.readouterr().err
-    assert "ModuleNotFoundError: No module named 'no_such_thing_at_all'" in error
-    assert error.count("\n") == 1
+    missing = "ModuleNotFoundError: No module named 'no_such_thing_at_all'"
+    assert missing in refused("trace", "cli_failing:f", "--out", "x")
     with pytest.raises(ModuleNotFoundError, match="no_such_thing_at_all"):
         main(["--traceback", "trace", "cli_failing:f", "--out", "x"])
 
@@ -242,7 +238,7 @@ class Auto:
 
 
 @pytest.fixture
-def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Any], str]]:
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Written]:
     """Writes a config where a stand-in for transformers reads it."""
     transformers: Any = ModuleType("transformers")
     transformers.AutoConfig = Auto
@@ -263,14 +259,19 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
         yield write
 
 
+def wanted(**given: Any) -> Namespace:
+    """What a command line leaves open of a config, and what it says."""
+    return Namespace(**{**dict.fromkeys(OF_CONFIGS), **given})
+
+
 def shapes(inputs: tuple[Any, ...]) -> list[tuple[int, ...]]:
     return [tuple(one.shape) for one in inputs]
 
 
-def test_a_language_model_has_a_label_for_each_token(config: Callable[[Any], str]) -> None:
+def test_a_language_model_has_a_label_for_each_token(config: Written) -> None:
     folder = config(TEXT)
     with fake_tensors():
-        step = step_of_config(folder, Wanted(batch=4, length=8, dtype="bf16", attention="eager"))
+        step = step_of_config(folder, wanted(batch=4, length=8, dtype="bf16", attention="eager"))
     assert shapes(step.inputs) == [(4, 8), (4, 8)]
     assert {one.dtype for one in step.inputs} == {torch.int64}
     assert step.sizes == {"batch": [(0, 0), (1, 0)], "length": [(0, 1), (1, 1)]}
@@ -280,18 +281,14 @@ def test_a_language_model_has_a_label_for_each_token(config: Callable[[Any], str
     assert step.model.get_submodule("model").tied
     assert {one.dtype for one in step.model.parameters()} == {torch.bfloat16}
     assert step.model(*step.inputs).shape == ()
-
-
-def test_lengths_end_where_the_model_does(config: Callable[[Any], str]) -> None:
-    folder = config(TEXT)
     with fake_tensors():
-        assert shapes(step_of_config(folder, Wanted()).inputs) == [(1, 16), (1, 16)]
+        assert shapes(step_of_config(folder, wanted()).inputs) == [(1, 16), (1, 16)]
         with pytest.raises(UsageError, match="more than max_position_embeddings, 16"):
-            step_of_config(folder, Wanted(length=17))
+            step_of_config(folder, wanted(length=17))  # lengths end where the model does
 
 
-def test_a_classifier_of_texts_has_a_label_for_each(config: Callable[[Any], str]) -> None:
-    asked = Wanted(batch=4, auto_class="AutoModelForSequenceClassification")
+def test_a_classifier_of_texts_has_a_label_for_each(config: Written) -> None:
+    asked = wanted(batch=4, auto_class="AutoModelForSequenceClassification")
     with fake_tensors():
         step = step_of_config(config(TEXT), asked)
         one_number = step_of_config(config({**TEXT, "num_labels": 1}), asked)
@@ -301,12 +298,12 @@ def test_a_classifier_of_texts_has_a_label_for_each(config: Callable[[Any], str]
     assert Auto.asked["config"].problem_type == "regression"
 
 
-def test_a_classifier_of_images_takes_pixels(config: Callable[[Any], str]) -> None:
+def test_a_classifier_of_images_takes_pixels(config: Written) -> None:
     folder = config(IMAGE)
     with fake_tensors():
-        step = step_of_config(folder, Wanted(batch=2, dtype="bf16"))
+        step = step_of_config(folder, wanted(batch=2, dtype="bf16"))
         with pytest.raises(UsageError, match="--length is for text"):
-            step_of_config(folder, Wanted(length=8))
+            step_of_config(folder, wanted(length=8))
     assert shapes(step.inputs) == [(2, 3, 8, 8), (2,)]
     assert step.inputs[0].dtype == torch.bfloat16
     assert step.sizes == {"batch": [(0, 0), (1, 0)]}
@@ -322,33 +319,27 @@ def test_a_classifier_of_images_takes_pixels(config: Callable[[Any], str]) -> No
     ],
 )
 def test_configs_are_refused_in_one_line(
-    data: Any, more: list[str], said: str, config: Callable[[Any], str],
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    assert main(["explain", config(data), "--device", "cpu", *more]) == 2
-    error = capsys.readouterr().err
-    assert said in error
-    assert error.count("\n") == 1
+    data: Any, more: list[str], said: str, config: Written, refused: Refused
+) -> None:
+    assert said in refused("explain", config(data), "--device", "cpu", *more)
 
 
 def test_transformers_is_asked_for(
-    config: Callable[[Any], str],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    config: Written, monkeypatch: pytest.MonkeyPatch, refused: Refused
 ) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    assert main(["explain", config(TEXT), "--device", "cpu"]) == 2
-    assert "pip install 'fxremat[transformers]'" in capsys.readouterr().err
+    line = refused("explain", config(TEXT), "--device", "cpu")
+    assert "pip install 'fxremat[transformers]'" in line
 
 
 def test_the_step_of_a_config_is_planned(
-    config: Callable[[Any], str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    config: Written, monkeypatch: pytest.MonkeyPatch, run: Run
+) -> None:
     monkeypatch.setenv("FXREMAT_VARIANTS", "none")
     monkeypatch.setenv("FXREMAT_SOLVER", "greedy")
-    assert main(["explain", config(TEXT), "--device", "cpu", "--budget", "1MiB"]) == 0
-    assert "of 1.00 MiB" in capsys.readouterr().out
+    status, printed, _ = run("explain", config(TEXT), "--device", "cpu", "--budget", "1MiB")
+    assert status == 0
+    assert "of 1.00 MiB" in printed
 
 
 # --- bisect -------------------------------------------------------------------------------
@@ -358,7 +349,7 @@ HEAD = "import os, sys\ndef on(name, value): return os.environ.get('FXREMAT_' + 
 
 
 @pytest.fixture
-def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Written:
     """Writes a script, for which nothing is set."""
     for name in [name for name in os.environ if name.startswith("FXREMAT_")]:
         monkeypatch.delenv(name)
@@ -371,59 +362,43 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], s
     return write
 
 
-def test_the_part_whose_absence_mends_it_is_named(
-    script: Callable[[str], str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_part_whose_absence_mends_it_is_named(script: Written, run: Run) -> None:
     fails = "sys.exit(3 if on('VARIANTS', 'none') and on('DISABLE', '1') else 0)"
-    assert main(["bisect", script(fails)]) == 0
-    out = capsys.readouterr().out
+    status, out, _ = run("bisect", script(fails))
+    assert status == 0
     assert out.count("exit status 3") == len(PARTS)
     assert "found: operator variants (FXREMAT_VARIANTS=none)" in out
     assert out.count("found:") == 1
 
 
-def test_numbers_are_compared_where_they_are_asked_for(
-    script: Callable[[str], str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_numbers_are_compared_where_they_are_asked_for(script: Written, run: Run) -> None:
     """Also with arguments of the script's own, and more than one part."""
     text = (
         "print('loss 9')\n"
         "wrong = on('SOLVER', 'greedy') and on('OP_TIMES', 'roofline') and on('DISABLE', '1')\n"
         "print('loss', 2.5 + wrong * float(sys.argv[2]))\n"
     )
-    given = ["bisect", "--measure", r"loss (\S+)", script(text), "--by", "0.5"]
-    status = main(given)
-    out = capsys.readouterr().out
+    status, out, _ = run("bisect", "--measure", r"loss (\S+)", script(text), "--by", "0.5")
+    assert status == 0
     assert "found: measured times" in out
     assert "found: the best of all solvers" in out
     assert out.count("found:") == 2
-    assert status == 0
 
 
-def test_it_says_where_nothing_or_no_single_part_differs(
-    script: Callable[[str], str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["bisect", script("sys.exit(1)")]) == 1
-    assert "fxremat makes no difference" in capsys.readouterr().out
-    fails = "if on('DISABLE', '1'): sys.exit('it broke')"
-    assert main(["bisect", script(fails)]) == 1
-    out = capsys.readouterr().out
+def test_it_says_where_nothing_or_no_single_part_differs(script: Written, run: Run) -> None:
+    status, out, _ = run("bisect", script("sys.exit(1)"))
+    assert status == 1
+    assert "fxremat makes no difference" in out
+    status, out, _ = run("bisect", script("if on('DISABLE', '1'): sys.exit('it broke')"))
+    assert status == 1
     assert "no single part makes the difference" in out
     assert out.endswith("it broke\n")
 
 
-def test_wrong_usage_is_one_line(
-    script: Callable[[str], str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    silent = script("pass")
-    for given in (
-        ["bisect", str(tmp_path / "nothing.py")],
-        ["bisect", "--measure", "loss", silent],
-        ["bisect", "--measure", "(", silent],
-        ["bisect", "--measure", "(x)", silent],
-    ):
-        assert main(given) == 2
-        assert len(capsys.readouterr().err.strip().splitlines()) == 1
+@pytest.mark.parametrize("pattern", ["loss", "(", "(x)", None])
+def test_wrong_usage_is_one_line(script: Written, refused: Refused, pattern: str | None) -> None:
+    given = ["no_such_script.py"] if pattern is None else ["--measure", pattern, script("pass")]
+    refused("bisect", *given)
 
 
 @pytest.mark.usefixtures("script")

@@ -67,14 +67,13 @@ def test_gradients_are_equal_to_the_bit(executor: str, plain: str | None) -> Non
 
 
 def test_what_is_not_deterministic_raises_as_under_plain_compile() -> None:
+    def unpooled(x: Tensor) -> Tensor:
+        return F.max_unpool1d(x[None, :4], torch.arange(4)[None], [2]).sum()
+
     def refused(backend: str, **options: Any) -> str:
         torch.compiler.reset()
         x = torch.randn(8, requires_grad=True)
-        step: Any = torch.compile(
-            lambda x: F.max_unpool1d(x[None, :4], torch.arange(4)[None], [2]).sum(),
-            backend=backend,
-            options=options or None,
-        )
+        step: Any = torch.compile(unpooled, backend=backend, options=options or None)
         with pytest.raises(RuntimeError, match="does not have a deterministic implementation") as e:
             step(x)
         return str(e.value)

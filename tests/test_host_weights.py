@@ -26,6 +26,7 @@ from fxremat.memory.measured_peak import held_bytes, measure_peak
 from fxremat.runtime import is_host
 from fxremat.runtime.copies import fetch, host_copy, put
 from fxremat.training import host_weights
+from tests.graphs import calls, results_of
 from tests.host_weights import (
     CPU,
     WORDS,
@@ -146,19 +147,12 @@ def joint_graph(model: nn.Module, x: Tensor) -> fx.Graph:
 def test_the_joint_graph_fetches_what_it_reads_and_puts_gradients() -> None:
     model = moved(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2, bias=False)))
     graph = joint_graph(model, torch.randn(3, 4))
-    fetched = [node for node in graph.nodes if node.target is torch.ops.fxremat.fetch.default]
-    assert [(node.args[0].name, node.args[1]) for node in fetched] == [
-        ("primals_1", CPU),
-        ("primals_2", CPU),
-        ("primals_4", CPU),
-    ]
-    putting = [node for node in graph.nodes if node.target is torch.ops.fxremat.put.default]
-    (outputs,) = graph.output_node().args
-    assert [node for node in cast("Any", outputs)[1:] if node is not None] == [
-        putting[2],
-        putting[1],
-        putting[0],
-    ]
+    fetched: list[Any] = calls(graph, torch.ops.fxremat.fetch)
+    putting = calls(graph, torch.ops.fxremat.put)
+    read = [(node.args[0].name, node.args[1]) for node in fetched]
+    assert read == [(name, CPU) for name in ("primals_1", "primals_2", "primals_4")]
+    outputs = results_of(graph)
+    assert [node for node in outputs[1:] if node is not None] == putting[::-1]
     for primal in graph.find_nodes(op="placeholder")[:2]:
         assert [node.target for node in primal.users] == [torch.ops.fxremat.fetch.default]
 
@@ -378,14 +372,9 @@ def test_calls_add_up() -> None:
 
 
 def test_recurrent_and_writing_modules_stay_on_the_device() -> None:
-    model = nn.ModuleDict(
-        {
-            "lstm": nn.LSTM(4, 4),
-            "capped": nn.Embedding(3, 4, max_norm=1.0),
-            "sparse": nn.Embedding(3, 4, sparse=True),
-            "linear": nn.Linear(4, 4),
-        }
-    )
+    capped, sparse = nn.Embedding(3, 4, max_norm=1.0), nn.Embedding(3, 4, sparse=True)
+    others = {"lstm": nn.LSTM(4, 4), "linear": nn.Linear(4, 4)}
+    model = nn.ModuleDict({"capped": capped, "sparse": sparse, **others})
     assert in_host_memory(moved(model)) == ["linear.weight", "linear.bias"]
     assert type(model["lstm"]) is nn.LSTM
     assert in_host_memory(moved(model, weights=["*.weight"])) == ["linear.weight", "linear.bias"]

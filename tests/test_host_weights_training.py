@@ -35,15 +35,20 @@ from tests.small import Convolutions, Stack, seeded, train
 # --- the same training --------------------------------------------------------------------
 
 
+def same_training(way: str, accumulate: int = 1, **options: bool) -> Any:
+    """The model, trained in a way with all weights in host memory; as it is without that."""
+    plain, model = language(**options), moved(language(**options))
+    expected = training(plain, loss_of(plain), accumulate=accumulate)
+    assert equal(training(model, WAYS[way](model), accumulate=accumulate), expected)
+    return model
+
+
 CASES = [*((way, False) for way in WAYS), ("eager", True), ("model", True)]
 
 
 @pytest.mark.parametrize(("way", "checkpointed"), CASES)
 def test_training_is_the_same(way: str, checkpointed: bool) -> None:
-    plain = language(checkpointed=checkpointed)
-    expected = training(plain, loss_of(plain))
-    model = moved(language(checkpointed=checkpointed))
-    assert equal(training(model, WAYS[way](model)), expected)
+    model = same_training(way, checkpointed=checkpointed)
     assert in_host_memory(model) == [name for name, _ in model.named_parameters()]
     assert gradients_elsewhere(model) == []
     if way != "eager":
@@ -54,20 +59,13 @@ def test_training_is_the_same(way: str, checkpointed: bool) -> None:
 
 @pytest.mark.parametrize("way", ["eager", "model"])
 def test_weights_read_twice_add_their_gradients(way: str) -> None:
-    plain = language(tied=True, twice=True)
-    expected = training(plain, loss_of(plain))
-    model = moved(language(tied=True, twice=True))
+    model = same_training(way, tied=True, twice=True)
     assert model.head.weight is model.embedding.weight
-    assert equal(training(model, WAYS[way](model)), expected)
     assert "embedding.weight" in in_host_memory(model)
 
 
 def test_accumulated_gradients_stay_in_host_memory() -> None:
-    plain = language()
-    expected = training(plain, loss_of(plain), accumulate=2)
-    model = moved(language())
-    assert equal(training(model, loss_of(aot(model)), accumulate=2), expected)
-    assert gradients_elsewhere(model) == []
+    assert gradients_elsewhere(same_training("model", accumulate=2)) == []
 
 
 def test_frozen_weights_get_no_gradient() -> None:
@@ -79,11 +77,16 @@ def test_frozen_weights_get_no_gradient() -> None:
     assert not model(next(batches(1))[0]).requires_grad
 
 
+def as_plain(make: Callable[[], nn.Module], *shape: int) -> tuple[Any, Tensor, Any]:
+    """A model with weights in host memory, its input, and what training gives without that."""
+    plain, x = seeded(make, *shape)
+    expected = train(plain, x, plain)
+    return moved(seeded(make, *shape)[0]), x, expected
+
+
 @pytest.mark.slow
 def test_inductor() -> None:
-    plain, x = seeded(perceptron, 1, 8)
-    expected = train(plain, x, plain)
-    model = moved(seeded(perceptron, 1, 8)[0])
+    model, x, expected = as_plain(perceptron, 1, 8)
     losses, gradients, _ = train(model, x, torch.compile(model, fullgraph=True))
     assert losses == pytest.approx(expected[0])
     for ours, theirs in zip(gradients, expected[1], strict=True):
@@ -109,10 +112,10 @@ def test_autocast() -> None:
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
 def test_gradients_have_the_strides_of_their_weights(layout: torch.memory_format) -> None:
-    plain, x = seeded(Convolutions, 2, 3, 8, 8)
-    expected = train(plain.to(memory_format=layout), x, plain)  # type: ignore[call-overload]
-    model = seeded(Convolutions, 2, 3, 8, 8)[0]
-    moved(model.to(memory_format=layout))  # type: ignore[call-overload]
+    def make() -> nn.Module:
+        return Convolutions().to(memory_format=layout)  # type: ignore[call-overload,no-any-return]
+
+    model, x, expected = as_plain(make, 2, 3, 8, 8)
     compiled = aot(model) if layout == torch.channels_last else model
     losses, gradients, buffers = train(model, x, compiled)
     assert losses == expected[0]
@@ -122,9 +125,7 @@ def test_gradients_have_the_strides_of_their_weights(layout: torch.memory_format
 
 
 def test_a_graph_break_inside_the_model() -> None:
-    plain, x = seeded(lambda: Stack(broken=True), 4, 32)
-    expected = train(plain, x, plain)
-    model = moved(seeded(lambda: Stack(broken=True), 4, 32)[0])
+    model, x, expected = as_plain(lambda: Stack(broken=True), 4, 32)
     assert train(model, x, torch.compile(model, backend="aot_eager"))[0] == expected[0]
     assert counters["stats"]["unique_graphs"] == 2
     assert not counters["recompiles"]
@@ -132,12 +133,10 @@ def test_a_graph_break_inside_the_model() -> None:
 
 def test_blocks_compiled_one_by_one_share_their_code() -> None:
     """One graph for the first, whose input wants no gradient, and one for all others."""
-    model, x = seeded(Stack, 4, 32)
-    expected = train(model, x, model)[0]
-    again: Any = moved(seeded(Stack, 4, 32)[0])
-    for block in again.blocks:
+    model, x, expected = as_plain(Stack, 4, 32)
+    for block in model.blocks:
         block.compile(backend="aot_eager", fullgraph=True)
-    assert train(again, x, again)[0] == expected
+    assert train(model, x, model)[0] == expected[0]
     assert counters["stats"]["unique_graphs"] == 2
 
 

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from fxremat.planner.deadline import Deadline
 from fxremat.planner.milp.highs import Milp
 from fxremat.sizes import GIB
 from tests.chains import blocks
-from tests.step_reports import altered, moving, planned
+from tests.step_reports import Terminal, altered, moving, planned
 
 # --- logs ---------------------------------------------------------------------------------
 
@@ -141,13 +142,8 @@ def test_ctrl_c_does_not_wait_for_a_solver(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_any_thread_may_ask() -> None:
-    found: list[float] = []
-    thread = threading.Thread(
-        target=lambda: found.append(programme().solve(Deadline(None)).objective)
-    )
-    thread.start()
-    thread.join()
-    assert found == [1.0]
+    with ThreadPoolExecutor() as pool:
+        assert pool.submit(programme().solve, Deadline(None)).result().objective == 1.0
 
 
 def test_what_the_solver_raises_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,11 +183,6 @@ def test_a_long_stage_says_what_it_does(
 # --- progress line ------------------------------------------------------------------------
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
 def written(
     monkeypatch: pytest.MonkeyPatch,
     stream: io.StringIO,
@@ -222,17 +213,13 @@ def test_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "\n" not in text
 
 
-def test_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert written(monkeypatch, io.StringIO()) == ""
-
-
-def test_of_several_ranks_one_writes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    assert written(monkeypatch, Terminal()) == ""
-
-
-def test_not_where_the_log_says_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert CLEAR not in written(monkeypatch, Terminal(), logging.INFO)
+@pytest.mark.parametrize("why", ["no terminal", "another rank", "the log says it"])
+def test_where_no_line_is_shown(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+    if why == "another rank":
+        monkeypatch.setenv("LOCAL_RANK", "1")
+    stream = io.StringIO() if why == "no terminal" else Terminal()
+    level = logging.INFO if why == "the log says it" else logging.WARNING
+    assert CLEAR not in written(monkeypatch, stream, level)
 
 
 # --- logged metrics -----------------------------------------------------------------------
@@ -273,10 +260,10 @@ def test_nothing_was_compiled() -> None:
 
 
 def test_what_was_measured() -> None:
-    found = fxremat.metrics(MeasuredPeak(2 * GIB, GIB, GIB, "cpu"), reports=[])
-    assert found == {"memory/max_active(GiB)": 2}
-    found = fxremat.metrics(MeasuredPeak(2 * GIB, GIB, GIB, "cuda:0", 3 * GIB), reports=[])
-    assert found == {"memory/max_active(GiB)": 2, "memory/max_reserved(GiB)": 3}
+    found = {"memory/max_active(GiB)": 2}
+    assert fxremat.metrics(MeasuredPeak(2 * GIB, GIB, GIB, "cpu"), reports=[]) == found
+    on_cuda = MeasuredPeak(2 * GIB, GIB, GIB, "cuda:0", 3 * GIB)
+    assert fxremat.metrics(on_cuda, reports=[]) == {**found, "memory/max_reserved(GiB)": 3}
 
 
 def test_what_the_allocator_counted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from fxremat.memory.allocator_settings import AllocatorSettings
 from fxremat.memory.measured_peak import measure_peak
 from fxremat.options import parse_options
 from fxremat.passes.memory_estimation import TANGENTS
-from fxremat.passes.offload import is_move
+from fxremat.passes.offload import MOVED
 from fxremat.planner.moves.transfers import Fetch, Item, place
 from fxremat.runtime import host_copy
 from fxremat.verify.data_flow import check_data_flow, check_waits
@@ -126,7 +126,7 @@ def rewritten() -> tuple[Capture, fx.Graph]:
 
 
 def the_moves(graph: fx.Graph, kind: str) -> list[fx.Node]:
-    return [node for node in graph.nodes if is_move(node) and kind in str(node.target)]
+    return [node for node in graph.nodes if MOVED in node.name and kind in str(node.target)]
 
 
 @pytest.mark.parametrize(

@@ -60,20 +60,24 @@ class Piped(Trained):
         torch.manual_seed(rank)
         count = 2 if several else 1
         parts = [Part(4 // count) for _ in range(count)]
-        self.model = nn.ModuleList(parts)
         for part in parts:
             compiled = part.blocks if way == "each block" else [part]
             for module in compiled:
                 module.compile(**how)
-        self.stages = [
+        stages = [
             pipelining.PipelineStage(part, rank + RANKS * k, RANKS * count, HOST)
             for k, part in enumerate(parts)
         ]
-        given: Any = self.stages if several else self.stages[0]
+        self.put_together(stages, schedule, first=rank == 0, seed=7)
+
+    def put_together(self, stages: list[Any], schedule: Any, *, first: bool, seed: int) -> None:
+        """The schedule of these stages, and the batch that is made of a seed."""
+        self.stages, self.first = stages, first
+        self.model = nn.ModuleList(stage.submod for stage in stages)
+        given: Any = stages if len(stages) > 1 else stages[0]
         self.schedule = schedule(given, n_microbatches=MICRO_BATCHES, loss_fn=loss_of)
-        numbers = torch.Generator().manual_seed(7)
+        numbers = torch.Generator().manual_seed(seed)
         self.batch = torch.randn(8 * MICRO_BATCHES, 64, WIDTH, generator=numbers)
-        self.first = rank == 0
 
     def run(self) -> None:
         if self.first:
@@ -130,13 +134,9 @@ class PipedShards(Piped):
             sharded.set_force_sum_reduction_for_comms(True)  # for gloo
         for block in part.blocks:
             block.compile(**how)
-        self.model = nn.ModuleList([part])
         group = mesh["stage"].get_group()
-        self.stages = [pipelining.PipelineStage(part, number, RANKS, HOST, group=group)]
-        self.schedule = schedule(self.stages[0], n_microbatches=MICRO_BATCHES, loss_fn=loss_of)
-        numbers = torch.Generator().manual_seed(data.get_local_rank())
-        self.batch = torch.randn(8 * MICRO_BATCHES, 64, WIDTH, generator=numbers)
-        self.first = number == 0
+        stage = pipelining.PipelineStage(part, number, RANKS, HOST, group=group)
+        self.put_together([stage], schedule, first=number == 0, seed=data.get_local_rank())
 
 
 def sharded(rank: int) -> dict[str, Found]:

@@ -27,6 +27,7 @@ from fxremat.planner.local import greedy
 from fxremat.planner.solvers import SolverOptions
 from fxremat.report.exports import OPS, TO_DEVICE, TO_HOST, chrome_trace, memory_snapshot
 from fxremat.report.front import Front, Point, front_of, together, undominated
+from fxremat.report.page import page_of
 from fxremat.report.report import Report, SourceLocation
 from tests import strategies
 from tests.chains import homogeneous, phased_chain
@@ -58,15 +59,10 @@ FRONT = Front(
 NOTHING = Problem("nothing", (), ())
 
 
-def texts(picture: str) -> list[str]:
-    """Every text of an SVG picture."""
+def texts(picture: str, tag: str = "text") -> list[str]:
+    """What every text, or every other element of a kind, of an SVG picture says."""
     elements = ElementTree.fromstring(picture).iter()
-    return [element.text or "" for element in elements if element.tag.endswith("text")]
-
-
-def count(picture: str, tag: str) -> int:
-    """How many elements of a kind there are."""
-    return sum(e.tag.endswith("}" + tag) for e in ElementTree.fromstring(picture).iter())
+    return [element.text or "" for element in elements if element.tag.endswith("}" + tag)]
 
 
 def test_front_text(golden: Golden) -> None:
@@ -90,11 +86,11 @@ def test_the_picture_marks_the_budget_and_the_bound() -> None:
     assert {"small", "peak, MiB", "added time, %"} <= {*texts(picture)}
     assert "budget: 9.00 MiB" in texts(picture)
     assert "proven least: 4.00 MiB" in texts(picture)
-    assert count(picture, "circle") == 3
+    assert len(texts(picture, "circle")) == 3
     assert picture.count("stroke-dasharray") == 2
     bare = replace(FRONT, budget_bytes=None, peak_bound_bytes=None).picture()
     assert "stroke-dasharray" not in bare
-    assert count(bare, "circle") == 3
+    assert len(texts(bare, "circle")) == 3
 
 
 @pytest.mark.parametrize("name", ["<a> & b", ""])
@@ -102,7 +98,7 @@ def test_the_picture_marks_the_budget_and_the_bound() -> None:
 def test_any_front_is_drawn(name: str, points: tuple[Point, ...]) -> None:
     """Also with one point or none, and a name that XML has to escape."""
     picture = Front(name, points, 0.0, 0, budget_bytes=3).picture()
-    assert count(picture, "circle") == len(points)
+    assert len(texts(picture, "circle")) == len(points)
     assert name in texts(picture)
 
 
@@ -171,15 +167,6 @@ def test_a_report_read_from_json_has_the_same_front(explained: Any) -> None:
     again = from_data(Report, json.loads(json.dumps(to_data(explained.graphs[0]))))
     assert again == explained.graphs[0]
     assert replace(explained, graphs=(again,)).pareto() == explained.pareto()
-
-
-def test_pareto_with_graph_breaks() -> None:
-    model, x = seeded(lambda: Stack(2, broken=True), 64, 32)
-    found = fxremat.explain(model, x, options={**EAGER, "memory_budget": "8MiB"})
-    assert len(found.graphs) == 2
-    front = found.pareto()
-    assert front.store_all_peak_bytes == found.store_all_peak_bytes
-    assert front.points[-1].peak_bytes >= found.minimum_peak_bytes  # the others stay as they are
 
 
 def test_pareto_where_nothing_was_planned() -> None:
@@ -256,15 +243,20 @@ def test_graphs_are_processes(tmp_path: Path) -> None:
 
 
 def test_an_explanation_has_all_its_graphs(tmp_path: Path) -> None:
+    """Each has its place in the front, the trace, the snapshot and the page."""
     model, x = seeded(lambda: Stack(2, broken=True), 64, 32)
-    options = {"executor": "aot_eager", "op_times": "roofline"}
-    found = fxremat.explain(model, x, options=options)
+    found = fxremat.explain(model, x, options={**EAGER, "memory_budget": "8MiB"})
     assert len(found.graphs) == 2
+    front = found.pareto()
+    assert front.store_all_peak_bytes == found.store_all_peak_bytes
+    assert front.points[-1].peak_bytes >= found.minimum_peak_bytes  # the others stay as they are
     found.save_trace(tmp_path / "step.json")
     found.save_snapshot(tmp_path / "step.pickle")
+    found.save_page(tmp_path / "step.html", front)
     assert json.loads((tmp_path / "step.json").read_text()) == chrome_trace(found.graphs)
     written = pickle.loads((tmp_path / "step.pickle").read_bytes())
     assert written == memory_snapshot(found.graphs)
+    assert (tmp_path / "step.html").read_text(encoding="utf-8") == page_of(found.graphs, front)
 
 
 # --- snapshot -----------------------------------------------------------------------------
@@ -276,10 +268,9 @@ READ_BY_THE_VIEWER = {
     "SHORT_BINUNICODE", "BINUNICODE", "EMPTY_LIST", "APPEND", "APPENDS", "LIST", "EMPTY_DICT",
     "SETITEM", "SETITEMS", "DICT", "EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3",
 }  # fmt: skip
-each_report = pytest.mark.parametrize("make", [planned, counted, moving])
 
 
-@each_report
+@every_report
 def test_events_replayed(make: Callable[[], Report]) -> None:
     report = make()
     snapshot = memory_snapshot([report])
@@ -301,7 +292,7 @@ def test_it_is_the_timeline_of_the_kernels() -> None:
     assert max(course) == max(report.timeline) == report.predicted_peak_bytes - report.held_bytes
 
 
-@each_report
+@every_report
 def test_torch_reads_it(make: Callable[[], Report], tmp_path: Path) -> None:
     """What torch offers for snapshots, but for pictures that need a download."""
     make().save_snapshot(tmp_path / "step.pickle")

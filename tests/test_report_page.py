@@ -13,14 +13,14 @@ import pytest
 import torch
 
 import fxremat
-from fxremat.cli import main
 from fxremat.compile.session import reports
 from fxremat.core.json_data import from_data
+from fxremat.core.timeline import Lifetime
 from fxremat.errors import InvalidOption
 from fxremat.report.front import front_from_json
 from fxremat.report.page import KINDS, OUTSIDE, page_data, page_of, title_of
 from fxremat.report.report import Report
-from tests.pages import EVIL, MIB, large_report, small_front, small_report
+from tests.pages import EVIL, MIB, large_report, live_bytes, small_front, small_report
 from tests.small import Stack, seeded
 from tests.step_reports import altered, counted
 
@@ -41,14 +41,9 @@ def embedded(page: str) -> Any:
 
 def sums(graph: Any) -> list[int]:
     """What is live at each step, by the storages."""
-    live = [0] * len(graph["timeline"])
-    columns = graph["storages"]
-    for nbytes, start, stop in zip(
-        columns["bytes"], columns["start"], columns["stop"], strict=True
-    ):
-        for step in range(start, stop):
-            live[step] += nbytes
-    return live
+    columns = [graph["storages"][column] for column in ("bytes", "start", "stop")]
+    lifetimes = [Lifetime("", *row) for row in zip(*columns, strict=True)]
+    return list(live_bytes(lifetimes, len(graph["timeline"])))
 
 
 def kinds_of(report: Report) -> list[tuple[str, str]]:
@@ -166,19 +161,7 @@ def test_graphs_and_front() -> None:
     assert embedded(page_of([]))["front"] is None
 
 
-# --- of an explanation --------------------------------------------------------------------
-
-
-def test_the_page_of_an_explanation(tmp_path: Path) -> None:
-    model, x = seeded(lambda: Stack(2, broken=True), 512, 32)
-    options = {"executor": "aot_eager", "solver": "greedy", "variants": "none"}
-    explained = fxremat.explain(model, x, options=options)
-    front = explained.pareto()
-    explained.save_page(tmp_path / "step.html", front)
-    data = embedded((tmp_path / "step.html").read_text(encoding="utf-8"))
-    assert front_from_json(data["front"]) == front
-    assert [graph["graph"] for graph in data["graphs"]] == [one.graph for one in explained.graphs]
-    assert len(data["graphs"]) == 2
+# --- of a compiled step --------------------------------------------------------------------
 
 
 def test_the_page_of_what_inductor_will_run() -> None:
@@ -218,16 +201,16 @@ def compiled(folder: object, **more: Any) -> tuple[Callable[..., Any], torch.Ten
     return torch.compile(model, backend="fxremat", options=options), x
 
 
-def test_files_of_a_compiled_graph(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_of_a_compiled_graph(tmp_path: Path, run: Callable[..., Any]) -> None:
     folder = tmp_path / "new" / "folder"
     model, x = compiled(folder, memory_budget="8MiB")
     model(x).sum().backward()
     assert sorted(p.name for p in folder.iterdir()) == FILES
-    written = from_data(Report, json.loads((folder / "graph_0.report.json").read_text()))
+    written = first_report(folder)
     assert written == reports()[-1]
     assert (folder / "graph_0.html").read_text(encoding="utf-8") == page_of([written])
-    main(["check", str(folder / "graph_0.problem.json"), str(folder / "graph_0.plan.json")])
-    assert f"{written.plan.peak_bytes:,}" in capsys.readouterr().out
+    _, checked, _ = run("check", folder / "graph_0.problem.json", folder / "graph_0.plan.json")
+    assert f"{written.plan.peak_bytes:,}" in checked
 
 
 def test_every_graph_has_files(tmp_path: Path) -> None:
@@ -239,6 +222,10 @@ def test_every_graph_has_files(tmp_path: Path) -> None:
         assert (tmp_path / f"graph_{n}.report.json").exists()
 
 
+def first_report(folder: Path) -> Report:
+    return from_data(Report, json.loads((folder / "graph_0.report.json").read_text()))
+
+
 def test_a_refused_budget_has_files(tmp_path: Path) -> None:
     model, x = compiled(tmp_path, memory_budget="1MiB", reserve="1000KiB")
     with pytest.raises(Exception, match="cannot be trained") as failure:
@@ -246,7 +233,7 @@ def test_a_refused_budget_has_files(tmp_path: Path) -> None:
     refused: Any = failure.value
     while not isinstance(refused, fxremat.InfeasibleBudget):
         refused = refused.inner_exception
-    written = from_data(Report, json.loads((tmp_path / "graph_0.report.json").read_text()))
+    written = first_report(tmp_path)
     assert written.predicted_peak_bytes == refused.minimum_bytes
     assert written.budget_bytes == 2**20
 
@@ -254,8 +241,7 @@ def test_a_refused_budget_has_files(tmp_path: Path) -> None:
 def test_explain_writes_too(tmp_path: Path) -> None:
     model, x = seeded(Stack, 64, 32)
     found = fxremat.explain(model, x, options={**EAGER, "report": tmp_path})
-    written = from_data(Report, json.loads((tmp_path / "graph_0.report.json").read_text()))
-    assert written == found.graphs[0]
+    assert first_report(tmp_path) == found.graphs[0]
 
 
 def test_a_folder_that_cannot_be_made_is_refused_at_once(tmp_path: Path) -> None:

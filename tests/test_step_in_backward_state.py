@@ -19,7 +19,7 @@ from tests import stepping
 from tests.accumulating import Refused
 from tests.host_weights import equal, moved
 from tests.small import Layers, seeded
-from tests.stepping import Make, Slow, adamw, compiled_model, layers_and_input, trained
+from tests.stepping import Make, Slow, adamw, compiled_model, eager, layers_and_input, trained
 
 _fresh = stepping.fresh
 
@@ -107,35 +107,41 @@ def decayed(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=decay, fused=True)
 
 
+def three_steps(made: tuple[nn.Module, Tensor]) -> list[Tensor]:
+    return trained(made, compiled_model, None, 3)
+
+
+def reloaded(state: dict[str, Any]) -> dict[str, Any]:
+    """As anyone may load it."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)  # type: ignore[no-any-return]
+
+
 @pytest.mark.parametrize("make", [adamw, decayed])
 def test_saved_and_restored(make: Make) -> None:
     whole = layers_and_input()
     fxremat.step_in_backward(moved(whole[0]), make)
-    expected = [*trained(whole, compiled_model, None, 3), *trained(whole, compiled_model, None, 3)]
+    expected = [*three_steps(whole), *three_steps(whole)]
     first = layers_and_input()
     optimizer = fxremat.step_in_backward(moved(first[0]), make)
-    losses = trained(first, compiled_model, None, 3)
-    file = io.BytesIO()
-    torch.save({"model": first[0].state_dict(), "optimizer": optimizer.state_dict()}, file)
-    file.seek(0)
-    saved = torch.load(file)
+    losses = three_steps(first)
+    saved = reloaded({"model": first[0].state_dict(), "optimizer": optimizer.state_dict()})
     again = seeded(Layers, 8, 64)
     for parameter in again[0].parameters():
         nn.init.zeros_(parameter)
     again[0].load_state_dict(saved["model"])
     optimizer = fxremat.step_in_backward(moved(again[0]), make)
     optimizer.load_state_dict(saved["optimizer"])
-    assert equal([*losses, *trained((again[0], whole[1]), compiled_model, None, 3)], expected)
+    assert equal([*losses, *three_steps((again[0], whole[1]))], expected)
 
 
 def test_parameters_are_saved_without_their_steps() -> None:
     """As torch lets anyone load them; what is loaded can get steps of its own."""
     model, x = layers_and_input()
     fxremat.step_in_backward(model, adamw)
-    file = io.BytesIO()
-    torch.save(dict(model.named_parameters()), file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=True)
+    loaded = reloaded(dict(model.named_parameters()))
     again, _ = layers_and_input()
     for name, parameter in loaded.items():
         owner, _, last = name.rpartition(".")
@@ -144,9 +150,7 @@ def test_parameters_are_saved_without_their_steps() -> None:
     assert all(p.grad is not None for p in again.parameters())
     again.zero_grad()
     fxremat.step_in_backward(again, adamw)
-    assert equal(
-        trained((again, x), lambda m: m, None, 3), trained((model, x), lambda m: m, None, 3)
-    )
+    assert equal(trained((again, x), eager, None, 3), trained((model, x), eager, None, 3))
 
 
 @pytest.mark.parametrize("on_host", [False, True])
@@ -163,7 +167,7 @@ def test_a_model_is_freed_with_its_optimizer(on_host: bool, is_removed: bool) ->
     del optimizer
     gc.collect()
     if not is_removed:
-        trained(made, compiled_model, None, 3)
+        three_steps(made)
     assert (steps() is None) == is_removed
     del made, model
     torch._dynamo.reset()
@@ -176,17 +180,17 @@ def test_states_are_those_of_one_optimizer_for_all() -> None:
     """Two steps with one, two with the other, and back."""
     plain, x = layers_and_input()
     optimizer = adamw(list(plain.parameters()))
-    expected = trained((plain, x), lambda m: m, optimizer, 3)
+    expected = trained((plain, x), eager, optimizer, 3)
     model, _ = layers_and_input()
     ours = fxremat.step_in_backward(model, adamw)
-    assert equal(trained((model, x), lambda m: m, None, 3), expected)
+    assert equal(trained((model, x), eager, None, 3), expected)
     one, other = ours.state_dict(), optimizer.state_dict()
     assert one["param_groups"] == other["param_groups"]
     assert one["state"].keys() == other["state"].keys()
     ours.load_state_dict(other)
     optimizer.load_state_dict(one)
-    expected = trained((plain, x), lambda m: m, optimizer, 3)
-    assert equal(trained((model, x), lambda m: m, None, 3), expected)
+    expected = trained((plain, x), eager, optimizer, 3)
+    assert equal(trained((model, x), eager, None, 3), expected)
     with pytest.raises(ValueError, match="of 8 parameters, not of 2"):
         fxremat.step_in_backward(nn.Linear(2, 2), adamw).load_state_dict(other)
 

@@ -9,11 +9,13 @@ import pytest
 import torch
 from torch import fx
 
+from fxremat import runtime
 from fxremat.compat.joint_graph import extract_forward_backward, is_tangent, torch_partition
 from fxremat.errors import VerificationFailed
 from fxremat.passes.recompute import apply_plan
-from fxremat.verify.data_flow import check_data_flow, check_halves, check_split
+from fxremat.verify.data_flow import check_arrivals, check_data_flow, check_halves, check_split
 from tests import nets
+from tests.by_hand import ByHand
 from tests.graphs import (
     Capture,
     batch,
@@ -137,27 +139,15 @@ def test_running_statistics_are_updated_once(sabotage: Callable[[fx.Graph], None
 
 def buffer_graph(write_first: bool, through_view: bool) -> fx.Graph:
     """sin(buffer), and the buffer overwritten: before or after."""
-    graph = fx.Graph()
-    buffer, new = graph.placeholder("buffer"), graph.placeholder("new")
-    for node in (buffer, new):
-        node.meta["val"] = torch.empty(4)
-    read = buffer
-    if through_view:
-        read = graph.call_function(ATEN.view.default, (buffer, [4]))
-        read.meta["val"] = torch.empty(4)
-
-    def write() -> None:
-        copy = graph.call_function(ATEN.copy_.default, (buffer, new))
-        copy.meta["val"] = torch.empty(4)
-
+    hand = ByHand("buffer", "new")
+    buffer, new = hand.inputs.values()
+    read = hand.call(ATEN.view.default, buffer, [16]) if through_view else buffer
     if write_first:
-        write()
-    sine = graph.call_function(ATEN.sin.default, (read,))
-    sine.meta["val"] = torch.empty(4)
+        hand.call(ATEN.copy_.default, buffer, new)
+    sine = hand.call(ATEN.sin.default, read)
     if not write_first:
-        write()
-    graph.output((sine,))
-    return graph
+        hand.call(ATEN.copy_.default, buffer, new)
+    return hand.done(sine)
 
 
 @pytest.mark.parametrize("through_view", [False, True], ids=["itself", "by a view"])
@@ -229,18 +219,6 @@ def swap_saved(forward: fx.Graph, backward: fx.Graph) -> None:
     forward.output_node().args = (tuple(results),)
 
 
-def change_the_backward(forward: fx.Graph, backward: fx.Graph) -> None:
-    swap_arguments(backward)
-
-
-def change_the_forward(forward: fx.Graph, backward: fx.Graph) -> None:
-    change_the_operation(forward)
-
-
-def run_a_random_call_twice(forward: fx.Graph, backward: fx.Graph) -> None:
-    copy_a_random_call(forward)
-
-
 def run_a_random_call_in_both_halves(forward: fx.Graph, backward: fx.Graph) -> None:
     """It has the same name in both, and nobody reads the second."""
     node = calls(forward, ATEN.native_dropout)[0]
@@ -253,12 +231,17 @@ def lose_a_result(forward: fx.Graph, backward: fx.Graph) -> None:
     backward.output_node().args = (tuple(results_of(backward)[1:]),)
 
 
-@pytest.mark.parametrize(
-    "sabotage",
-    [swap_saved, change_the_backward, change_the_forward, run_a_random_call_twice,
-     run_a_random_call_in_both_halves, lose_a_result],
-    ids=lambda f: f.__name__,
-)  # fmt: skip
+SABOTAGE_OF_HALVES: dict[str, Callable[[fx.Graph, fx.Graph], None]] = {
+    "swap saved": swap_saved,
+    "change the backward": lambda forward, backward: swap_arguments(backward),
+    "change the forward": lambda forward, backward: change_the_operation(forward),
+    "run a random call twice": lambda forward, backward: copy_a_random_call(forward),
+    "run a random call in both halves": run_a_random_call_in_both_halves,
+    "lose a result": lose_a_result,
+}
+
+
+@pytest.mark.parametrize("sabotage", SABOTAGE_OF_HALVES.values(), ids=SABOTAGE_OF_HALVES)
 def test_sabotage_of_halves_is_noticed(sabotage: Callable[[fx.Graph, fx.Graph], None]) -> None:
     seen, forward, backward = split("dropout")
     verify_split(seen, forward, backward)
@@ -275,53 +258,60 @@ def test_the_partition_of_torch_passes() -> None:
     verify_split(seen, forward.graph, backward.graph)
 
 
-class Written:
-    """``buffer`` is written, and its sine times the tangent is a gradient."""
-
-    def __init__(self) -> None:
-        self.graph = fx.Graph()
-
-    def input(self, name: str) -> fx.Node:
-        node = self.graph.placeholder(name)
-        node.meta["val"] = torch.empty(4)
-        return node
-
-    def call(self, target: Any, *args: fx.Node) -> fx.Node:
-        node = self.graph.call_function(target, args)
-        node.meta["val"] = torch.empty(4)
-        return node
-
-    def gradient(self, buffer: fx.Node, tangent: fx.Node) -> fx.Node:
-        return self.call(ATEN.mul.Tensor, self.call(ATEN.sin.default, buffer), tangent)
+def gradient(hand: ByHand) -> fx.Node:
+    """The sine of ``buffer`` times the tangent."""
+    sine = hand.call(ATEN.sin.default, hand.inputs["buffer"])
+    return hand.call(ATEN.mul.Tensor, sine, hand.inputs["tangents_1"])
 
 
 def whole(write_first: bool) -> fx.Graph:
-    made = Written()
-    buffer, new, tangent = map(made.input, ("buffer", "new", "tangents_1"))
-    gradient = None if write_first else made.gradient(buffer, tangent)
-    made.call(ATEN.copy_.default, buffer, new)
-    made.graph.output((new, gradient or made.gradient(buffer, tangent)))
-    return made.graph
+    hand = ByHand("buffer", "new", "tangents_1")
+    early = None if write_first else gradient(hand)
+    hand.call(ATEN.copy_.default, hand.inputs["buffer"], hand.inputs["new"])
+    return hand.done(hand.inputs["new"], early or gradient(hand))
 
 
 @pytest.mark.parametrize("write_first", [True, False], ids=["after the write", "before"])
 def test_what_the_forward_writes_is_another_value_to_the_backward(write_first: bool) -> None:
     """The halves read the buffer after the write; the graph that was cut did, or did not."""
-    forward, backward = Written(), Written()
-    buffer, new = forward.input("buffer"), forward.input("new")
+    forward, backward = ByHand("buffer", "new"), ByHand("buffer", "tangents_1")
+    buffer, new = forward.inputs.values()
     forward.call(ATEN.copy_.default, buffer, new)
-    forward.graph.output((new, buffer))
-    given, tangent = backward.input("buffer"), backward.input("tangents_1")
-    backward.graph.output((backward.gradient(given, tangent),))
-
-    def compare() -> None:
-        check_halves(
-            whole(write_first), forward.graph, backward.graph,
-            num_forward_outputs=1, mutated=["buffer"],
-        )  # fmt: skip
-
+    halves = forward.done(new, buffer), backward.done(gradient(backward))
+    given: Any = {"num_forward_outputs": 1, "mutated": ["buffer"]}
     if write_first:
-        compare()
+        check_halves(whole(write_first), *halves, **given)
     else:
         with pytest.raises(VerificationFailed, match="result 1, of the backward, is another"):
-            compare()
+            check_halves(whole(write_first), *halves, **given)
+
+
+# --- gradients that are given away --------------------------------------------------------
+
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("target", "more", "by_view", "used"),
+    [
+        (runtime.accumulated, ([],), False, "gradient"),
+        (runtime.accumulated, ([],), True, "gradient"),
+        (runtime.arrived, ([], True, CPU), False, "weight"),
+    ],
+    ids=["added", "added by a view", "arrived"],
+)
+def test_what_is_given_away_is_not_used_later(
+    target: Any, more: tuple[Any, ...], by_view: bool, used: str
+) -> None:
+    graph = fx.Graph()
+    given = {name: graph.placeholder(name) for name in ("gradient", "weight")}
+    gradient, weight = given.values()
+    seen = graph.call_function(ATEN.view.default, (gradient, [4])) if by_view else gradient
+    graph.call_function(target, (seen, weight, *more))
+    late = graph.call_function(runtime.to_device, (given.pop(used), CPU))
+    graph.output((late, gradient))
+    with pytest.raises(VerificationFailed, match=f"uses {used} after"):
+        check_arrivals(graph)
+    replaced(late, *given.values())
+    check_arrivals(graph)

@@ -21,6 +21,7 @@ from fxremat.passes.halves import RECOMPUTED
 from fxremat.runtime import accumulated
 from fxremat.verify.preparation import BeforePass, Rights
 from tests import nets
+from tests.by_hand import ByHand
 from tests.examples import examples
 from tests.graphs import Net, batch, calls, copied, replaced, results_of
 from tests.host_weights import batches, language, loss_of, moved
@@ -286,25 +287,6 @@ def test_sabotage_is_refused_by_name(case: Case, monkeypatch: pytest.MonkeyPatch
 def check(before: fx.Graph, after: fx.Graph, rights: Rights) -> None:
     """One result of the forward."""
     BeforePass("by hand", rights, before, num_forward_outputs=1).check(after)
-
-
-class ByHand:
-    """A graph with fake results of one size, unless said otherwise."""
-
-    def __init__(self, *inputs: str) -> None:
-        self.graph = fx.Graph()
-        self.inputs = {name: self.graph.placeholder(name) for name in inputs}
-        for node in self.inputs.values():
-            node.meta["val"] = torch.empty(4, 4)
-
-    def call(self, target: Any, *args: Any) -> fx.Node:
-        node = self.graph.call_function(target, args)
-        node.meta["val"] = target(*fx.map_arg(args, lambda n: n.meta["val"]))
-        return node
-
-    def done(self, *results: fx.Node) -> fx.Graph:
-        self.graph.output(results)
-        return self.graph
 
 
 def overwriting(

@@ -5,16 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fxremat.core.constants import CALL_US
-from fxremat.core.json_data import InvalidData, from_data
+from fxremat.core.json_data import from_data
 from fxremat.core.plan import steps_from_json, variants_from_json
-from fxremat.core.problem import Copies, InvalidProblem, Problem, load_problem
+from fxremat.core.problem import Copies, Problem, load_problem
 from fxremat.core.schedule import Step, store_all
 from fxremat.core.timeline import replay
 from fxremat.errors import nearest
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from fxremat.report.front import Front
     from fxremat.report.report import Report
 
+T = TypeVar("T")
 Commands = Any
 """What ``add_subparsers`` returns; its type has no public name."""
 
@@ -189,36 +190,33 @@ def read_json(path: str) -> Any:
         raise UsageError(f"{path}: not JSON ({error})") from error
 
 
-def read_plan(path: str) -> tuple[tuple[Step, ...], tuple[str, ...]]:
-    """The steps of the plan in a file, and the variants it takes."""
+def _read_as(path: str, make: Callable[[Any], T], refusal: str = "") -> T:
+    """What a file of JSON holds; without a ``refusal`` the error says what is wrong."""
     data = read_json(path)
     try:
-        return steps_from_json(data), variants_from_json(data)
-    except InvalidProblem as error:
-        raise UsageError(f"{path}: {error}") from error
+        return make(data)
+    except (KeyError, TypeError, ValueError) as error:
+        raise UsageError(f"{path}: {refusal or error}") from error
+
+
+def read_plan(path: str) -> tuple[tuple[Step, ...], tuple[str, ...]]:
+    """The steps of the plan in a file, and the variants it takes."""
+    return _read_as(path, lambda data: (steps_from_json(data), variants_from_json(data)))
 
 
 def read_report(path: str) -> Report:
     """The report in a file, as the option ``report`` writes it."""
     from fxremat.report.report import Report
 
-    data = read_json(path)
-    try:
-        return from_data(Report, data)
-    except InvalidData as error:
-        what = "no report of this version of fxremat; the option report writes graph_0.report.json"
-        raise UsageError(f"{path}: {what}") from error
+    what = "no report of this version of fxremat; the option report writes graph_0.report.json"
+    return _read_as(path, lambda data: from_data(Report, data), what)
 
 
 def read_front(path: str) -> Front:
     """The front in a file, as ``pareto`` writes it."""
     from fxremat.report.front import front_from_json
 
-    data = read_json(path)
-    try:
-        return front_from_json(data)
-    except (KeyError, TypeError, ValueError) as error:
-        raise UsageError(f"{path}: no front; pareto --out writes one") from error
+    return _read_as(path, front_from_json, "no front; pareto --out writes one")
 
 
 def write_text(path: str, text: str) -> None:

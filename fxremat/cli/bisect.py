@@ -120,10 +120,8 @@ def _pattern(text: str | None) -> re.Pattern[str] | None:
 
 def _outcome(command: list[str], setting: str, pattern: re.Pattern[str] | None) -> Outcome:
     name, _, value = setting.partition("=")
-    more = {f"FXREMAT_{name}": value} if setting else {}
-    done = subprocess.run(
-        command, env={**os.environ, **more}, capture_output=True, text=True, check=False
-    )
+    environment = {**os.environ, f"FXREMAT_{name}": value} if setting else None
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     tail = "\n".join((done.stdout + done.stderr).strip().splitlines()[-LINES_SHOWN:])
     found = pattern.findall(done.stdout) if pattern is not None else []
     try:

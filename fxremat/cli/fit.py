@@ -147,10 +147,8 @@ def table(found: Fit) -> str:
         peak = format_bytes(row.peak_bytes + found.held_bytes) if row.size else "-"
         best = found.fastest(row.what, row.way)
         most = f"{best.per_second:,.1f} with {best.size:,}" if row.size else "-"
-        lines.append(
-            f"{row.what:<10} {row.way:<20} {row.size:>10,} {peak:>12} {step:>12} {rate:>12} "
-            f"{most:>18}"
-        )
+        name = f"{row.what:<10} {row.way:<20} {row.size:>10,}"
+        lines.append(f"{name} {peak:>12} {step:>12} {rate:>12} {most:>18}")
     for row in found.rows:
         ours = found.at(row.what, row.size) if row.way == "checkpointed blocks" else None
         if ours is not None:
@@ -161,19 +159,16 @@ def table(found: Fit) -> str:
     others = ", ".join(f"{name} {size}" for name, size in found.traced.items())
     lines.append(f"Each size with the others as given ({others}). Times are planned, not measured.")
     if found.studied_blocks != (found.blocks,):
-        few = " and ".join(map(str, found.studied_blocks))
-        lines.append(
-            f"Peaks and times are extrapolated from steps with {few} of {found.blocks} blocks."
-        )
+        some = f"{' and '.join(map(str, found.studied_blocks))} of {found.blocks} blocks"
+        lines.append(f"Peaks and times are extrapolated from steps with {some}.")
     return "\n".join(lines)
 
 
 def _line_as_given(found: Fit, planned: AsGiven) -> str:
-    plain, least = "not known", "not known"
-    if found.plain_bytes is not None:
-        plain = format_bytes(found.plain_bytes)
-    if planned.least_bytes is not None:
-        least = format_bytes(planned.least_bytes)
+    least, plain = (
+        "not known" if nbytes is None else format_bytes(nbytes)
+        for nbytes in (planned.least_bytes, found.plain_bytes)
+    )
     others = f"least {least}, torch.compile {plain}"
     if planned.planned_bytes is None or planned.step_us is None:
         return f"does not fit into {format_bytes(found.budget_bytes)}: {others}"

@@ -28,13 +28,8 @@ def add(commands: Commands) -> None:
 
 def run(given: argparse.Namespace) -> int:
     """Look and print."""
-    found = {
-        "versions": versions(),
-        "devices": devices(),
-        "support": support(),
-        "caches": caches(),
-        "settings": settings(),
-    }
+    parts = versions, devices, support, caches, settings
+    found = {part.__name__: part() for part in parts}
     print(json.dumps(found, indent=1) if given.json else text_of(found))
     return 0
 
@@ -139,7 +134,5 @@ def text_of(found: dict[str, Any]) -> str:
 
 
 def _memory(device: dict[str, Any]) -> str:
-    total = format_bytes(device["bytes"])
-    return (
-        f"{total}, {format_bytes(device['free_bytes'])} free" if "free_bytes" in device else total
-    )
+    free = f", {format_bytes(device['free_bytes'])} free" if "free_bytes" in device else ""
+    return format_bytes(device["bytes"]) + free

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TextIO
 
 from fxremat.cli.arguments import (
@@ -88,60 +88,54 @@ class ProgressLine:
 
 
 @contextmanager
-def shown(base_us: float, limit_s: float | None) -> Iterator[Callable[[Progress], None] | None]:
-    """The function that a solver calls with its progress; None where there is no terminal."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    line = ProgressLine(sys.stderr, base_us, limit_s)
+def on_terminal(base_us: float, limit_s: float | None, what: str) -> Iterator[SolverOptions]:
+    """What a solver is given: it shows progress where there is a terminal.
+
+    Ctrl-C ends it with ``what`` there is so far.
+    """
+    line = ProgressLine(sys.stderr, base_us, limit_s) if sys.stderr.isatty() else None
     try:
-        yield line
+        with interruptible():
+            yield SolverOptions(time_limit_s=limit_s, progress=line)
+            stopped = not Deadline(None).running()
     finally:
-        line.clear()
+        if line is not None:
+            line.clear()
+    if stopped:
+        print(f"interrupted: this is {what} so far", file=sys.stderr)
 
 
 def add(commands: Commands) -> None:
-    _add_solve(commands)
-    _add_check(commands)
-    _add_pareto(commands)
-
-
-def _add_solve(commands: Commands) -> None:
-    parser = commands.add_parser("solve", help="plan a problem for a budget")
-    add_problem(parser)
-    add_budget(parser, required=True)
-    parser.add_argument("--solver", metavar="S", type=read_solver, default="auto")
-    add_time_limit(parser)
-    add_copies(parser)
-    parser.add_argument("--out", metavar="PLAN.json", help="write the plan here")
-    parser.set_defaults(run=run_solve)
-
-
-def _add_check(commands: Commands) -> None:
-    parser = commands.add_parser("check", help="check a plan against its problem")
-    add_problem(parser)
-    parser.add_argument("plan", metavar="PLAN.json", help="only its steps and variants are read")
-    add_budget(parser, required=False)
-    add_copies(parser)
-    parser.set_defaults(run=run_check)
-
-
-def _add_pareto(commands: Commands) -> None:
-    parser = commands.add_parser("pareto", help="the Pareto front of peak against time")
-    add_problem(parser)
-    parser.add_argument("--out", metavar="FRONT.json", help="write the points here")
-    parser.add_argument("--picture", metavar="FRONT.svg", help="draw the front here")
-    add_budget(parser, required=False)
-    add_time_limit(parser)
-    parser.set_defaults(run=run_pareto)
+    solving = commands.add_parser("solve", help="plan a problem for a budget")
+    add_problem(solving)
+    add_budget(solving, required=True)
+    solving.add_argument("--solver", metavar="S", type=read_solver, default="auto")
+    add_time_limit(solving)
+    add_copies(solving)
+    solving.add_argument("--out", metavar="PLAN.json", help="write the plan here")
+    solving.set_defaults(run=run_solve)
+    checking = commands.add_parser("check", help="check a plan against its problem")
+    add_problem(checking)
+    checking.add_argument("plan", metavar="PLAN.json", help="only its steps and variants are read")
+    add_budget(checking, required=False)
+    add_copies(checking)
+    checking.set_defaults(run=run_check)
+    pareto = commands.add_parser("pareto", help="the Pareto front of peak against time")
+    add_problem(pareto)
+    pareto.add_argument("--out", metavar="FRONT.json", help="write the points here")
+    pareto.add_argument("--picture", metavar="FRONT.svg", help="draw the front here")
+    add_budget(pareto, required=False)
+    add_time_limit(pareto)
+    pareto.set_defaults(run=run_pareto)
 
 
 def run_solve(given: argparse.Namespace) -> int:
     """Solve, print, write."""
     problem = with_copies(read_problem(given.problem), given)
     budget = given.budget.bytes_for(problem)
-    limits = SolverOptions(time_limit_s=given.time_limit)
-    plan = solve_on_terminal(problem, budget, given.solver, limits)
+    best = "the best plan found"
+    with on_terminal(problem.base_time_us, given.time_limit, best) as options:
+        plan = solve(problem, budget, given.solver, options)
     if plan.peak_bytes > budget:
         print(nothing_fits(plan, budget), file=sys.stderr)
         return 1
@@ -149,18 +143,6 @@ def run_solve(given: argparse.Namespace) -> int:
     if given.out is not None:
         write_json(given.out, plan_to_json(plan))
     return 0
-
-
-def solve_on_terminal(
-    problem: Problem, budget_bytes: int, solver: str, options: SolverOptions
-) -> Plan:
-    """Solve with progress shown; Ctrl-C ends it with the best plan found so far."""
-    with shown(problem.base_time_us, options.time_limit_s) as progress, interruptible():
-        plan = solve(problem, budget_bytes, solver, replace(options, progress=progress))
-        stopped = not Deadline(None).running()
-    if stopped:
-        print("interrupted: this is the best plan found so far", file=sys.stderr)
-    return plan
 
 
 def nothing_fits(plan: Plan, budget_bytes: int) -> str:
@@ -226,11 +208,8 @@ def run_pareto(given: argparse.Namespace) -> int:
     """Find the front, print, write and draw it."""
     problem = read_problem(given.problem)
     budget = None if given.budget is None else given.budget.bytes_for(problem)
-    with shown(problem.base_time_us, given.time_limit) as progress, interruptible():
-        plans = front(problem, SolverOptions(time_limit_s=given.time_limit, progress=progress))
-        stopped = not Deadline(None).running()
-    if stopped:
-        print("interrupted: this is what was found so far", file=sys.stderr)
+    with on_terminal(problem.base_time_us, given.time_limit, "what was found") as options:
+        plans = front(problem, options)
     found = front_of(problem, plans, budget_bytes=budget)
     print(found)
     if given.out is not None:

@@ -89,7 +89,7 @@ def planned_for(device: str | None) -> AbstractContextManager[Any]:
 def step_of(text: str, given: argparse.Namespace) -> Step:
     """The step that is named, on tensors without memory, as it is inside of `planned_for`."""
     if ":" not in text or Path(text).exists():
-        return step_of_config(text, Wanted(*(getattr(given, name) for name in OF_CONFIGS)))
+        return step_of_config(text, given)
     for name in OF_CONFIGS:
         if getattr(given, name) is not None:
             option = name.removeprefix("auto_")
@@ -142,17 +142,6 @@ IMAGE_SIZE = 224  # of models that take any
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What a config leaves open; None where it was not given."""
-
-    batch: int | None = None
-    length: int | None = None
-    dtype: str | None = None
-    attention: str | None = None
-    auto_class: str | None = None
-
-
-@dataclass(frozen=True)
 class Kind:
     """What an Auto class is trained on, and how architectures end that it makes."""
 
@@ -182,10 +171,11 @@ def is_config(path: str) -> bool:
     return isinstance(data, dict) and "model_type" in data
 
 
-def step_of_config(text: str, wanted: Wanted) -> Step:
+def step_of_config(text: str, wanted: argparse.Namespace) -> Step:
     """The step of the config that lies there, or is cached by that name, as it is trained on.
 
-    The model has no weights, only their sizes, and nothing is downloaded.
+    The model has no weights, only their sizes, and nothing is downloaded. ``wanted`` has what
+    `add_step` asks for a config; None where it was not given.
     """
     import torch
 
@@ -208,8 +198,11 @@ def step_of_config(text: str, wanted: Wanted) -> Step:
         more["attn_implementation"] = wanted.attention
     shape, names = _shape(text, config, kind, wanted)
     is_number = kind.label_of == "sample" and _is_one_number(config)
-    with torch.device("meta"):  # where no weight is drawn
-        model = _told(text, lambda: getattr(transformers, auto_class).from_config(config, **more))
+    try:
+        with torch.device("meta"):  # where no weight is drawn
+            model = getattr(transformers, auto_class).from_config(config, **more)
+    except (ImportError, KeyError, TypeError, ValueError) as error:
+        raise _refused(text, error) from error
     model.to_empty(device="cpu").train()
     model.tie_weights()  # what was one weight is one again
     keep_graphs_whole([model], importlib.import_module("transformers.utils.logging"))
@@ -259,16 +252,9 @@ def _config(text: str) -> tuple[Any, Any]:
 
 
 def _refused(text: str, error: Exception) -> UsageError:
+    """The first line of what transformers has against it."""
     said = str(error).strip().splitlines()
     return UsageError(f"{text}: transformers says: {said[0] if said else type(error).__name__}")
-
-
-def _told(text: str, make: Callable[[], Any]) -> Any:
-    """What is made, or the first line of what transformers has against it."""
-    try:
-        return make()
-    except (ImportError, KeyError, TypeError, ValueError) as error:
-        raise _refused(text, error) from error
 
 
 def _auto_class(text: str, config: Any) -> str:
@@ -284,7 +270,7 @@ def _auto_class(text: str, config: Any) -> str:
 
 
 def _shape(
-    text: str, config: Any, kind: Kind, wanted: Wanted
+    text: str, config: Any, kind: Kind, wanted: argparse.Namespace
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """The shape of the first input, and the names of those of its dimensions that may vary."""
     batch = wanted.batch or 1

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import pickle
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -100,24 +102,22 @@ class _Process:
         args: Event = {"step": step}
         location = self.report.step.locations.get(value)
         if location is not None:
-            source = f"{location.file}:{location.line}" if location.file else ""
-            args |= {"module": location.module, "source": source}
-        return {
-            "ph": "X", "name": name, "cat": kind, "pid": self.report.graph, "tid": thread,
-            "ts": start / 1e3, "dur": (end - start) / 1e3, "args": args,
-        }  # fmt: skip
+            args |= {"module": location.module, "source": location.source}
+        duration = (end - start) / 1e3
+        return self._event("X", name, thread, start / 1e3, args, cat=kind, dur=duration)
 
     def _counter(self, name: str, start: int, nbytes: int) -> Event:
-        return {
-            "ph": "C", "name": name, "pid": self.report.graph, "tid": 0, "ts": start / 1e3,
-            "args": {"bytes": nbytes},
-        }  # fmt: skip
+        return self._event("C", name, 0, start / 1e3, {"bytes": nbytes})
 
     def _name(self, what: str, thread: int, name: str) -> Event:
-        return {
-            "ph": "M", "name": what, "pid": self.report.graph, "tid": thread, "ts": 0,
-            "args": {"name": name},
-        }  # fmt: skip
+        return self._event("M", what, thread, 0, {"name": name})
+
+    def _event(
+        self, phase: str, name: str, thread: int, time: float, args: Event, **more: Any
+    ) -> Event:
+        graph = self.report.graph
+        named = {"ph": phase, "name": name, "pid": graph, "tid": thread, "ts": time}
+        return {**named, **more, "args": args}
 
 
 Entry = dict[str, Any]
@@ -143,7 +143,7 @@ def memory_snapshot(reports: Sequence[Report]) -> Entry:
     Addresses are no forecast. They are chosen so that no two storages overlap, in a segment that is
     as small as a quick search finds.
     """
-    devices = [_Device.of(report, number) for number, report in enumerate(reports)]
+    devices = [_Device(report, number) for number, report in enumerate(reports)]
     return {
         "segments": [device.segment() for device in devices],
         "device_traces": [list(device.events()) for device in devices],
@@ -158,54 +158,39 @@ def write_snapshot(path: str | Path, reports: Sequence[Report]) -> None:
 
 
 class _Device:
-    """A graph: its storages, and the address of each."""
+    """A graph: its storages, each with its address, by their beginning."""
 
-    def __init__(self, report: Report, number: int, storages: Sequence[Lifetime]) -> None:
+    def __init__(self, report: Report, number: int) -> None:
         self.report, self.number = report, number
         self.steps = len(report.timeline)
-        self.storages = storages
-        buffers = [
-            Buffer(str(index), one.start, one.stop, one.nbytes)
-            for index, one in enumerate(storages)
-        ]
-        placement = place(buffers, time_limit_s=SECONDS_TO_PLACE)
-        self.start = BASE_ADDRESS + number * STRIDE
-        self.size = placement.arena_bytes
-        offsets = placement.offset_bytes
-        self.addresses = [self.start + offsets[str(index)] for index in range(len(storages))]
-
-    @staticmethod
-    def of(report: Report, number: int) -> _Device:
-        """The device of a report, without storages of no bytes: they would share addresses."""
+        # those of no bytes would share addresses
         there = [one for one in report.lifetimes if one.nbytes and one.start < one.stop]
-        return _Device(report, number, sorted(there, key=lambda one: one.start))
+        there.sort(key=lambda one: one.start)
+        buffers = [Buffer(str(k), one.start, one.stop, one.nbytes) for k, one in enumerate(there)]
+        placement = place(buffers, time_limit_s=SECONDS_TO_PLACE)
+        self.start, self.size = BASE_ADDRESS + number * STRIDE, placement.arena_bytes
+        offsets = placement.offset_bytes
+        self.storages = [(self.start + offsets[str(k)], one) for k, one in enumerate(there)]
 
     def events(self) -> Iterator[Entry]:
-        """The event of the segment, then for each step what is freed and what is allocated."""
-        begun: list[list[int]] = [[] for _ in range(self.steps + 1)]
-        ended: list[list[int]] = [[] for _ in range(self.steps + 1)]
-        for index, one in enumerate(self.storages):
-            begun[one.start].append(index)
-            ended[one.stop].append(index)
+        """The event of the segment, then for each step what is freed and what is allocated.
+
+        The allocator frees a block with two events; the viewer shows one.
+        """
+        begun, ended = defaultdict(list), defaultdict(list)
+        for address, one in self.storages:
+            begun[one.start].append((address, one))
+            ended[one.stop].append((address, one))
         if self.storages:
             made = self._entry("segment_alloc", self.start, self.size, 0, [])
             yield {**made, "category": NO_CATEGORY}
         for step in range(self.steps):
-            for index in ended[step]:
-                yield from self._freed(index, step)
-            for index in begun[step]:
-                yield self._allocated(index)
-
-    def _allocated(self, index: int) -> Entry:
-        one = self.storages[index]
-        entry = self._entry("alloc", self.addresses[index], one.nbytes, one.start, self._at(one))
-        return {**entry, "category": self._category(one)}
-
-    def _freed(self, index: int, step: int) -> Iterator[Entry]:
-        """The two events with which the allocator frees a block; the viewer shows one."""
-        one, address = self.storages[index], self.addresses[index]
-        for action in ("free_requested", "free_completed"):
-            yield self._entry(action, address, one.nbytes, step, self._at(one))
+            for address, one in ended[step]:
+                for action in ("free_requested", "free_completed"):
+                    yield self._entry(action, address, one.nbytes, step, self._at(one))
+            for address, one in begun[step]:
+                entry = self._entry("alloc", address, one.nbytes, step, self._at(one))
+                yield {**entry, "category": self._category(one)}
 
     def _entry(self, action: str, address: int, size: int, step: int, frames: list[Entry]) -> Entry:
         return {
@@ -237,16 +222,15 @@ class _Device:
 
     def segment(self) -> Entry:
         """The segment after the last step: its blocks, and the gaps between them."""
-        held = [index for index, one in enumerate(self.storages) if one.stop == self.steps]
+        held = [(address, one) for address, one in self.storages if one.stop == self.steps]
         blocks: list[Entry] = []
         end = self.start
-        for index in sorted(held, key=lambda index: self.addresses[index]):
-            address, one = self.addresses[index], self.storages[index]
+        for address, one in sorted(held, key=itemgetter(0)):
             blocks += _gap(end, address)
             blocks.append(_block(address, one.nbytes, "active_allocated", self._at(one)))
             end = address + one.nbytes
         blocks += _gap(end, self.start + self.size)
-        allocated = sum(self.storages[index].nbytes for index in held)
+        allocated = sum(one.nbytes for _, one in held)
         return {
             "device": self.number, "address": self.start, "total_size": self.size, "stream": 0,
             "segment_type": "large", "segment_pool_id": (0, 0), "is_expandable": False,

@@ -117,40 +117,12 @@ ROOM_FOR_LABEL = 150
 
 
 @dataclass(frozen=True)
-class Mark:
-    """A number of bytes with a name, written at the top of the picture or down at the axis."""
-
-    name: str
-    bytes: int
-    down: bool = False
-
-
-@dataclass(frozen=True)
 class Dot:
     """A step of one size."""
 
     size: int
     peak_bytes: int
     per_second: float
-
-
-def draw_front(title: str, points: Sequence[tuple[int, float]], marks: Sequence[Mark] = ()) -> str:
-    """Added time over bytes as SVG text, a dot for each plan.
-
-    ``points`` are pairs of bytes and added time as a fraction, by falling bytes.
-    """
-    unit = format_bytes(max((nbytes for nbytes, _ in points), default=1)).split()[-1]
-    size = UNITS[unit]
-    widths = [nbytes / size for nbytes, _ in points] + [mark.bytes / size for mark in marks]
-    across = make_axis(widths or [1.0], LEFT, WIDTH - RIGHT, zero=True)
-    up = make_axis([100 * added for _, added in points] or [0.0], HEIGHT - BOTTOM, TOP)
-    places = [(across(nbytes / size), up(100 * added)) for nbytes, added in points]
-    parts = [*draw_captions(title, f"peak, {unit}", "added time, %"), *draw_grid(across, up)]
-    parts.append(draw_polyline(_stairs(places), COLOURS[0]))
-    parts += _dots(places, COLOURS[0])
-    for mark in marks:
-        parts += _draw_mark(mark, across(mark.bytes / size))
-    return svg(["\n".join(part for part in parts if part)])
 
 
 def _stairs(places: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -168,12 +140,10 @@ def _dots(places: Sequence[tuple[float, float]], colour: str, name: str = "") ->
         yield f"{circle}><title>{name}</title></circle>" if name else f"{circle}/>"
 
 
-def _draw_mark(mark: Mark, x: float) -> list[str]:
-    """A dashed line at ``x``, named on its right unless the picture ends there."""
+def _draw_mark(text: str, x: float, y: float) -> list[str]:
+    """A dashed line at ``x``, with a text at ``y`` on its right unless the picture ends there."""
     left = x > WIDTH - RIGHT - ROOM_FOR_LABEL
-    y = HEIGHT - BOTTOM - 8 if mark.down else TOP + 14
     where = 'class="label" text-anchor="end"' if left else 'class="label"'
-    text = f"{mark.name}: {format_bytes(mark.bytes)}"
     return [
         f'<line class="mark" x1="{x:.1f}" y1="{TOP}" x2="{x:.1f}" y2="{HEIGHT - BOTTOM}" '
         f'stroke="{MARK_COLOUR}" stroke-dasharray="5 4"/>',
@@ -188,14 +158,13 @@ def draw_fit(
 
     ``found`` are the steps by what varies and by the way to train, by rising size.
     """
-    panels: list[str] = []
+    panels, budget = list[str](), budget_bytes / GIB
     for what, ways in found.items():
-        budget = budget_bytes / GIB
+        caption, rate = f"{title}: {what}", f"{what} a second"
         panels += [
-            _panel(f"{title}: {what}", what, "peak, GiB", ways, lambda d: d.peak_bytes / GIB,
-                   budget),
-            _panel("throughput, planned", what, f"{what} a second", ways, lambda d: d.per_second),
-        ]  # fmt: skip
+            _panel(caption, what, "peak, GiB", ways, lambda dot: dot.peak_bytes / GIB, budget),
+            _panel("throughput, planned", what, rate, ways, lambda dot: dot.per_second),
+        ]
     return svg(panels, columns=2)
 
 
@@ -213,18 +182,14 @@ def _panel(
     up = make_axis(heights or [1.0], HEIGHT - BOTTOM, TOP, zero=True)
     parts = [*draw_captions(title, across_name, up_name), *draw_grid(across, up)]
     if limit is not None:
-        parts += _draw_limit(limit, up)
+        y, text = up(limit), f"budget: {format_bytes(int(limit * GIB))}"
+        parts.append(draw_line("leader", LEFT, y, WIDTH - RIGHT, y))
+        parts.append(draw_text(LEFT + 4, y - 4, text))
     for (way, each), colour in zip(ways.items(), COLOURS, strict=False):
         places = [(across(dot.size), up(height(dot))) for dot in each]
         parts += [draw_polyline(places, colour), *_dots(places, colour, way)]
     parts += _names(ways)
-    return "\n".join(part for part in parts if part)
-
-
-def _draw_limit(limit: float, up: Axis) -> list[str]:
-    y = up(limit)
-    text = f"budget: {format_bytes(int(limit * GIB))}"
-    return [draw_line("leader", LEFT, y, WIDTH - RIGHT, y), draw_text(LEFT + 4, y - 4, text)]
+    return "\n".join(parts)
 
 
 def _names(ways: Mapping[str, Sequence[Dot]]) -> Iterator[str]:
@@ -293,16 +258,26 @@ class Front:
 
     def picture(self) -> str:
         """The front as SVG text: added time over bytes, budget and proven bound marked."""
-        marks = []
-        if self.budget_bytes is not None:
-            marks.append(Mark("budget", self.budget_bytes))
-        if self.peak_bound_bytes is not None:
-            marks.append(Mark("proven least", self.peak_bound_bytes, down=True))
-        return draw_front(
-            self.name,
-            [(point.peak_bytes, point.time_overhead) for point in self.points],
-            marks,
-        )
+        marks = [
+            (f"{name}: {format_bytes(nbytes)}", nbytes, y)
+            for name, nbytes, y in (
+                ("budget", self.budget_bytes, TOP + 14),
+                ("proven least", self.peak_bound_bytes, HEIGHT - BOTTOM - 8),
+            )
+            if nbytes is not None
+        ]
+        peaks, added = [p.peak_bytes for p in self.points], [p.time_overhead for p in self.points]
+        unit = format_bytes(max(peaks, default=1)).split()[-1]
+        size = UNITS[unit]
+        widths = [nbytes / size for nbytes in (*peaks, *(nbytes for _, nbytes, _ in marks))]
+        across = make_axis(widths or [1.0], LEFT, WIDTH - RIGHT, zero=True)
+        up = make_axis([100 * part for part in added] or [0.0], HEIGHT - BOTTOM, TOP)
+        places = [(across(x / size), up(100 * y)) for x, y in zip(peaks, added, strict=True)]
+        parts = draw_captions(self.name, f"peak, {unit}", "added time, %") + draw_grid(across, up)
+        parts += [draw_polyline(_stairs(places), COLOURS[0]), *_dots(places, COLOURS[0])]
+        for text, nbytes, y in marks:
+            parts += _draw_mark(text, across(nbytes / size), y)
+        return svg(["\n".join(parts)])
 
     def __str__(self) -> str:
         full = format_bytes(self.store_all_peak_bytes)
@@ -318,14 +293,13 @@ class Front:
         return "\n".join(lines)
 
     def _row(self, point: Point, chosen: bool) -> str:
-        share = f"{self.of_store_all(point.peak_bytes):.1%}"
-        row = (
-            f"  {point.peak_bytes:>20,}  {format_bytes(point.peak_bytes):>11}  {share:>12}"
-            f"  {point.time_overhead:>+10.2%}"
+        note = ""
+        if chosen and self.budget_bytes is not None:
+            note = f"  <- fastest of these within {format_bytes(self.budget_bytes)}"
+        return (
+            f"  {point.peak_bytes:>20,}  {format_bytes(point.peak_bytes):>11}  "
+            f"{self.of_store_all(point.peak_bytes):>12.1%}  {point.time_overhead:>+10.2%}{note}"
         )
-        if not chosen or self.budget_bytes is None:
-            return row
-        return f"{row}  <- fastest of these within {format_bytes(self.budget_bytes)}"
 
 
 def front_from_json(data: dict[str, Any]) -> Front:
@@ -333,14 +307,12 @@ def front_from_json(data: dict[str, Any]) -> Front:
     if data["format"] != FORMAT:
         raise ValueError(f"format {data['format']!r}, where {FORMAT!r} is read")
     points = (Point(p["peak_bytes"], p["time_us"], p["added"]) for p in data["points"])
-    return Front(
-        data["name"],
-        tuple(points),
-        data["base_time_us"],
-        data["store_all_peak_bytes"],
-        data["budget_bytes"],
-        data["peak_bound_bytes"],
-    )
+    fields = ("base_time_us", "store_all_peak_bytes", "budget_bytes", "peak_bound_bytes")
+    return Front(data["name"], tuple(points), *(data[field] for field in fields))
+
+
+def _point(peak_bytes: int, time_us: float, base_time_us: float) -> Point:
+    return Point(peak_bytes, time_us, time_us / base_time_us - 1 if base_time_us else 0.0)
 
 
 def undominated(points: Iterable[Point]) -> tuple[Point, ...]:
@@ -363,14 +335,12 @@ def front_of(
     base = problem.base_time_us
     bounds, points = [], []
     for plan in plans:
-        overhead = plan.time_us / base - 1 if base else 0.0
-        points.append(Point(plan.peak_bytes + held_bytes, plan.time_us, overhead))
+        points.append(_point(plan.peak_bytes + held_bytes, plan.time_us, base))
         bounds.append(plan.peak_bound_bytes)
     proven = [bound + held_bytes for bound in bounds if bound is not None]
     full = replay(problem, store_all(problem)).peak_bytes + held_bytes
-    return Front(
-        problem.name, undominated(points), base, full, budget_bytes, max(proven, default=None)
-    )
+    least = max(proven, default=None)
+    return Front(problem.name, undominated(points), base, full, budget_bytes, least)
 
 
 def together(fronts: Sequence[Front]) -> Front:
@@ -386,7 +356,7 @@ def together(fronts: Sequence[Front]) -> Front:
             break
         time = sum(point.time_us for point in chosen)
         highest = max(point.peak_bytes for point in chosen)
-        points.append(Point(highest, time, time / base - 1 if base else 0.0))
+        points.append(_point(highest, time, base))
     budgets = [front.budget_bytes for front in fronts if front.budget_bytes is not None]
     bounds = [front.peak_bound_bytes for front in fronts if front.peak_bound_bytes is not None]
     return Front(

@@ -36,9 +36,13 @@ class SourceLocation:
     value: str = ""
     copy: str = ""
 
+    @property
+    def source(self) -> str:
+        """``model.py:12``."""
+        return f"{self.file}:{self.line}" if self.file else ""
+
     def __str__(self) -> str:
-        source = f"{self.file}:{self.line}" if self.file else ""
-        return ", ".join(filter(None, (self.module, source)))
+        return ", ".join(filter(None, (self.module, self.source)))
 
 
 def module_of(node: fx.Node) -> str:
@@ -76,6 +80,7 @@ MOST_ROWS = 20
 """Lines of the table of what is largest at the peak."""
 MUCH = 1 / 4
 """The part of the bytes live at the peak from which on an output and its gradient are mentioned."""
+
 
 EXPORTERS: dict[str, Callable[[str | Path, Sequence[Report]], None]] = {}
 """What writes reports into a file, by the kind of file. `fxremat.report` fills it: exporters import
@@ -337,19 +342,15 @@ def _allocator_line(memory: MemoryFigures) -> list[str]:
     """What torch's allocator reserves, and what the budget counts; nothing on the CPU."""
     if memory.predicted_reserved_bytes is None:
         return []
-    allocated, reserved, unused = map(
-        format_bytes,
-        (memory.predicted_peak_bytes, memory.predicted_reserved_bytes, memory.fragmentation_bytes),
-    )
+    allocated, reserved = memory.predicted_peak_bytes, memory.predicted_reserved_bytes
+    parts = (allocated, memory.fragmentation_bytes, reserved)
+    peak = "{} allocated + {} unused = {} reserved".format(*map(format_bytes, parts))
     more = ""
     if memory.own.arena_bytes:
         more += f", of which {format_bytes(memory.own.arena_bytes)} are planned addresses"
     if memory.tuning_bytes:
         more += f", {format_bytes(memory.tuning_bytes)} left for tuning kernels in the first step"
-    return [
-        f"  peak: {allocated} allocated + {unused} unused = {reserved} reserved{more}; "
-        f"the budget counts {memory.count} bytes"
-    ]
+    return [f"  peak: {peak}{more}; the budget counts {memory.count} bytes"]
 
 
 def _table(title: str, rows: tuple[Row, ...], limit: int = 10) -> list[str]:

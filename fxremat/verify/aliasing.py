@@ -1,9 +1,8 @@
 """Verifying calls that write over an operand, with nothing taken from who put them there.
 
-Two joint graphs are compared, before and after. What shares memory is read off the operators'
-schemas, and what a storage holds at each moment is followed through the graph: a number that says
-how its elements were computed. A call that writes gives its operand's storage another number: that
-of the call it stands for. The second graph is right if
+What a storage holds at each moment is followed through both graphs, before and after: a number that
+says how its elements were computed. A call that writes gives its operand's storage another number:
+that of the call it stands for. The second graph is right if
 
 * each such call stands for one of the first graph, with the same sizes and dtype of its result,
   on arguments that hold then what they held there;
@@ -103,8 +102,8 @@ class _Reader:
     def number_of_meant(self, node: fx.Node, meant: OpOverload) -> int:
         """The number of the call that this one stands for: its first argument has their shape."""
         first, *others = self.arguments(node)
-        held, kind = first
-        return self.number((meant, ((held, (_shape(node), kind[1])), *others), None))
+        held, (_, dtype) = first
+        return self.number((meant, ((held, (_shape(node), dtype)), *others), None))
 
 
 def _shape(node: fx.Node) -> str:

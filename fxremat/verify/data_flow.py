@@ -1,22 +1,14 @@
 """Verifying a rewritten joint graph by its data flow, with nothing taken from the rewriting.
 
-Every node gets a number that says what it computes: the same call on the same arguments has
-the same number. A call that may not be run again (random numbers, effects, sums over ranks,
-custom ops) has a number of its own for each node, so a second copy of it is a difference.
-A graph input that is written into counts as another argument from then on.
-Calls that only wait, or say that something has arrived, compute nothing.
-A value that has been to host memory and back has the number it had before, and every reader of
-what comes back has to stand behind the wait for it.
-The rewritten graph is right if its results have the numbers of the original's results, if
-every call that may not be run again is there exactly once, if what the backward reads is
-an input or one of the nodes declared as saved, and if nothing is run in both halves.
+What makes a graph, or its two halves, right is said in docs/design/verification.md. Every node gets
+a number for what it computes; a call that may not run again has one of its own for each node. A
+graph input that is written into counts as another argument from then on. Calls that only wait, or
+say that something has arrived, compute nothing. A value that has been to host memory and back has
+the number it had before.
 
 Forward and backward, as they were cut, are read with the value numbers of the whole graph; what the
-backward is given has, by its name, the number that the forward returned it with. The halves are
-right if their results together are those of the graph, if the backward is given only what the
-forward returns, and if what is no function of its arguments runs once in all, as before. Layout and
-kernels of a call of ``rows`` are no part of what it computes; its results have to lie as the
-operator says.
+backward is given has, by its name, the number that the forward returned it with. Layout and kernels
+of a call of ``rows`` are no part of what it computes; its results have to lie as the operator says.
 """
 
 from __future__ import annotations
@@ -25,17 +17,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import fx
 
 from fxremat import runtime
 from fxremat.compat.joint_graph import is_tangent
-from fxremat.compat.sizes import size_bound
 from fxremat.compat.tensors import fake_mode_of
 from fxremat.errors import VerificationFailed
 from fxremat.runtime import accumulated, arrived, settle
 from fxremat.runtime.chunks.operator import ROWS
 from fxremat.verify.predicates import (
+    forms_of,
     is_fetch,
     is_mutating,
     is_put,
@@ -46,6 +37,10 @@ from fxremat.verify.predicates import (
     root,
     with_nodes_as,
 )
+
+_MOVES = frozenset({runtime.to_host, runtime.to_device})
+_COPY_WAITS = frozenset({runtime.wait_host, runtime.wait_device})
+_WAITS = _COPY_WAITS | {settle, arrived, accumulated}
 
 
 @dataclass
@@ -68,6 +63,9 @@ class ReadGraph:
 class Numbering:
     """Value numbers, shared by the graphs that are compared."""
 
+    waits: frozenset[Any] = _WAITS
+    """Calls that compute nothing, and say that something has arrived."""
+
     def __init__(self, mutated: frozenset[str]) -> None:
         self.mutated = mutated
         self.numbers: dict[Any, int] = {}
@@ -82,6 +80,10 @@ class Numbering:
     def only_moves(self, node: fx.Node) -> bool:
         """Whether the call gives what it was given, elsewhere."""
         return node.target in _MOVES or is_fetch(node) or is_put(node)
+
+    def may_repeat(self, node: fx.Node, mutated: frozenset[fx.Node]) -> bool:
+        """Whether a second call like this one is none too many."""
+        return is_repeatable(node, mutated)
 
     def read(
         self, graph: fx.Graph, given: Mapping[fx.Node, tuple[int, int | None]] | None = None
@@ -98,7 +100,7 @@ class Numbering:
                     found.written[node] = last
             elif node.op in ("placeholder", "get_attr"):
                 found.of[node] = self.number((node.op, str(node.target)))
-            elif node.target in _WAITS:
+            elif node.target in self.waits:
                 found.of[node] = self.number(("wait", node.name))
             elif self.only_moves(node):
                 found.of[node] = found.of[node.args[0]]
@@ -108,7 +110,7 @@ class Numbering:
 
     def call(self, node: fx.Node, found: ReadGraph, mutated: frozenset[fx.Node]) -> None:
         args = self.arguments((node.args, _meant(node)), found)
-        if is_view(node) or is_repeatable(node, mutated):
+        if is_view(node) or self.may_repeat(node, mutated):
             found.of[node] = self.number((node.target, args))
         else:
             found.once.append(node.name)
@@ -129,11 +131,6 @@ def _meant(node: fx.Node) -> dict[str, Any]:
     """The named arguments, but for those that say how ``rows`` runs, not what it gives."""
     how = ("fused", "channels_last") if node.target is ROWS else ()
     return {key: value for key, value in node.kwargs.items() if key not in how}
-
-
-_MOVES = frozenset({runtime.to_host, runtime.to_device})
-_COPY_WAITS = frozenset({runtime.wait_host, runtime.wait_device})
-_WAITS = _COPY_WAITS | {settle, arrived, accumulated}
 
 
 def check_waits(graph: fx.Graph) -> None:
@@ -275,17 +272,8 @@ def check_rows(graph: fx.Graph) -> None:
         args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
         with fake_mode_of(graph):
             made = ROWS(*args, **kwargs)
-        _compare(node.name, node.meta["val"], made)
-        for item in node.users:
-            if item.op == "call_function" and isinstance(item.args[1], int):
-                _compare(item.name, [item.meta["val"]], [made[item.args[1]]])
-
-
-def _compare(name: str, noted: list[torch.Tensor], made: list[torch.Tensor]) -> None:
-    if [_form(one) for one in noted] != [_form(one) for one in made]:
-        raise VerificationFailed("row programmes", f"{name} does not lie as its graph says")
-
-
-def _form(value: torch.Tensor) -> Any:
-    sizes, strides = map(size_bound, value.shape), map(size_bound, value.stride())
-    return list(sizes), list(strides), value.dtype
+        items = [n for n in node.users if n.op == "call_function" and isinstance(n.args[1], int)]
+        for one, value in (node, made), *((item, made[item.args[1]]) for item in items):
+            if forms_of(one.meta["val"]) != forms_of(value):
+                what = f"{one.name} does not lie as its graph says"
+                raise VerificationFailed("row programmes", what)

@@ -126,20 +126,16 @@ def is_random(node: fx.Node) -> bool:
     schema = schema_of(node)
     if schema is None or torch.Tag.nondeterministic_seeded not in node.target.tags:  # type: ignore[union-attr]
         return False
-    names = [argument.name for argument in schema.arguments]
-    if "scaled_dot_product" not in schema.name or "dropout_p" not in names:
-        return "scaled_dot_product" not in schema.name
-    place = names.index("dropout_p")
-    given = node.args[place] if place < len(node.args) else node.kwargs.get("dropout_p")
-    return bool(given)
+    if "scaled_dot_product" not in schema.name:
+        return True
+    given = dict(zip((argument.name for argument in schema.arguments), node.args, strict=False))
+    return bool((given | node.kwargs).get("dropout_p"))
 
 
 def has_effect(node: fx.Node) -> bool:
     """Whether the call gives no tensor and is there for what it does (an assertion)."""
-    several = isinstance(node.meta.get("val"), (tuple, list))
-    return (
-        node.op == "call_function" and not (is_tensor(node) or several) and bool(node.is_impure())
-    )
+    gives = isinstance(node.meta.get("val"), (torch.Tensor, tuple, list))
+    return node.op == "call_function" and not gives and bool(node.is_impure())
 
 
 def counts(node: fx.Node) -> bool:
@@ -147,10 +143,8 @@ def counts(node: fx.Node) -> bool:
     numbers = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
     if node.op != "call_function" or not isinstance(node.meta.get("val"), numbers):
         return False
-    module = getattr(node.target, "__module__", None)
-    return module in ("_operator", "math") or str(getattr(node.target, "__name__", "")).startswith(
-        "sym_"
-    )
+    module, name = (getattr(node.target, key, "") for key in ("__module__", "__name__"))
+    return module in ("_operator", "math") or name.startswith("sym_")
 
 
 def is_function(node: fx.Node) -> bool:
@@ -161,9 +155,8 @@ def is_function(node: fx.Node) -> bool:
     if schema is None:
         return bool(node.meta.get(REPEATABLE, False))
     known = schema.name.partition("::")[0] in _NAMESPACES or node.meta.get(REPEATABLE, False)
-    if not known and not _is_function_of_ranks(node):
-        return False
-    return not (schema.is_mutable or is_random(node) or has_effect(node))
+    happens = schema.is_mutable or is_random(node) or has_effect(node)
+    return (known or _is_function_of_ranks(node)) and not happens
 
 
 def _is_function_of_ranks(node: fx.Node) -> bool:

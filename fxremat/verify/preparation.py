@@ -1,28 +1,13 @@
 """Verifying what prepares the joint graph, with nothing taken from the passes that do it.
 
 These passes work in place. So what a graph is before a pass runs is kept: `BeforePass`. The graph
-after it is right if it is the same, or, by numbers for what each node computes, if
-
-* it has the same inputs, and its results have the numbers that they had (`sums`);
-* a result that shows the memory of an input does so still, and of no other;
-* calls that draw random numbers or write are there exactly once, in the order that they had;
-* so are calls of other libraries; where equal calls may be merged, each of these is left once;
-* what may not run again runs no more often than before.
-
-What one pass may do beyond that is said by its `Rights`.
-
-An input that the step writes into has two contents. What the forward reads is the old one, if it
-stands before the write. The backward runs when all is written: what it reads of such an input has
-to come by a clone from before the write, and nothing else of it may be read there.
-
-A gradient that is given up is the result for the weight that the call names, each at most once; its
-memory belongs to the backward, and to no other result.
+after it is right if it is the same, or by numbers for what each node computes, as is said in
+docs/design/verification.md. What one pass may do beyond that is said by its `Rights`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,22 +41,6 @@ class Rights:
     """Calls say where gradients are given up."""
 
 
-@dataclass(frozen=True)
-class _Account:
-    """What is kept of a graph, in numbers."""
-
-    inputs: list[str]
-    results: list[Any]
-    once: list[tuple[str, int]]
-    calls: Mapping[int, int]
-    opaque: Mapping[int, str]
-    """Calls of other libraries: their number, and the name of one."""
-    held: Mapping[int, str]
-    """Calls that may not run again, likewise."""
-    needed: frozenset[int]
-    """The numbers that a result, a write or an effect depends on."""
-
-
 def written_inputs(graph: fx.Graph) -> frozenset[str]:
     """Names of the inputs that the step writes into: in the graph, or by a result, after it."""
     inputs = graph.find_nodes(op="placeholder")
@@ -85,34 +54,9 @@ def written_inputs(graph: fx.Graph) -> frozenset[str]:
     return frozenset(node.name for node in found if node.op == "placeholder")
 
 
-@dataclass(frozen=True)
-class _NodeBefore:
-    """A node as it was before a pass; ``args`` and ``kwargs`` name other nodes by themselves."""
-
-    node: fx.Node
-    name: str
-    op: str
-    target: Any
-    args: Any
-    kwargs: Any
-    meta: dict[str, Any]
-
-    def is_still(self, node: fx.Node) -> bool:
-        """Whether it is this node, and nothing of it has changed but what is noted of it."""
-        return (
-            node is self.node
-            and (node.name, node.op, node.target) == (self.name, self.op, self.target)
-            and (node.args, node.kwargs) == (self.args, self.kwargs)
-        )
-
-
-def _graph_of(seen: Iterable[_NodeBefore]) -> fx.Graph:
-    graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
-    for one in seen:
-        args, kwargs = fx.map_arg((one.args, one.kwargs), new.__getitem__)
-        new[one.node] = graph.create_node(one.op, one.target, args, kwargs, one.name)
-        new[one.node].meta = one.meta
-    return graph
+def _state(node: fx.Node) -> tuple[Any, ...]:
+    """What a node is, but for what is noted of it; arguments are the other nodes themselves."""
+    return node, node.name, node.op, node.target, node.args, node.kwargs
 
 
 class BeforePass:
@@ -125,10 +69,7 @@ class BeforePass:
         self, name: str, rights: Rights, graph: fx.Graph, *, num_forward_outputs: int
     ) -> None:
         self.name, self.rights, self.early = name, rights, num_forward_outputs
-        self.seen = [
-            _NodeBefore(n, n.name, n.op, n.target, n.args, n.kwargs, dict(n.meta))
-            for n in graph.nodes
-        ]
+        self.seen = [(_state(node), dict(node.meta)) for node in graph.nodes]
         self.written = written_inputs(graph)
         self.numbering = SumNumbering(self.written, sums=rights.regroup, clones=rights.clone)
 
@@ -136,27 +77,36 @@ class BeforePass:
         """Whether nothing is changed, and nothing but changes is to be checked."""
         if self.rights.clone and self.written:
             return False  # a clone may be missing
-        now = list(graph.nodes)
-        return len(now) == len(self.seen) and all(
-            one.is_still(node) for one, node in zip(self.seen, now, strict=True)
-        )
+        return [*map(_state, graph.nodes)] == [state for state, _ in self.seen]
+
+    def _graph_before(self) -> fx.Graph:
+        graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
+        for (node, name, op, target, *given), meta in self.seen:
+            args, kwargs = fx.map_arg(tuple(given), new.__getitem__)
+            new[node] = graph.create_node(op, target, args, kwargs, name)
+            new[node].meta = meta
+        return graph
 
     def check(self, graph: fx.Graph) -> None:
         """Raise `VerificationFailed`, with the pass's name, where the graph is not right."""
         if self._is_as_before(graph):
             return
-        before = _graph_of(self.seen)
-        self.account = self._account(before, self._read(before))
+        before = self._graph_before()
+        old = self._read(before)
         self._demand(written_inputs(graph) == self.written, "the step writes other inputs")
-        found = self._read(graph)
-        new = self._account(graph, found)
-        self._demand(new.inputs == self.account.inputs, "the inputs are others")
-        self._once(new)
-        self._counts(new)
-        self._results(new)
+        new = self._read(graph)
+        inputs = ([n.target for n in g.find_nodes(op="placeholder")] for g in (before, graph))
+        self._demand(next(inputs) == next(inputs), "the inputs are others")
+        needed = self._needed(before, old)
+        self._once(old, new, needed)
+        self._counts(old, new, needed)
+        self._results(
+            [_result(result, old) for result in results_of(before)],
+            [_result(result, new) for result in results_of(graph)],
+        )
         if self.rights.clone:
-            self._late_reads(graph, found.late)
-        self._given_up(graph, found.late)
+            self._late_reads(graph, new.late)
+        self._given_up(graph, new.late)
 
     def _demand(self, condition: bool, otherwise: str) -> None:
         if not condition:
@@ -167,51 +117,42 @@ class BeforePass:
         assert isinstance(found, ReadSums)
         return found
 
-    def _account(self, graph: fx.Graph, found: ReadSums) -> _Account:
-        results = results_of(graph)
-        ends = [r for r in results if isinstance(r, fx.Node)]
+    def _needed(self, graph: fx.Graph, found: ReadSums) -> frozenset[int]:
+        """The numbers that a result, a write or an effect depends on, where others may go."""
+        ends = [r for r in results_of(graph) if isinstance(r, fx.Node)]
         ends += [n for n in graph.nodes if is_mutating(n) or has_effect(n)]
         needed = computed_from(ends) if self.rights.merge else ()
-        return _Account(
-            inputs=[str(n.target) for n in graph.find_nodes(op="placeholder")],
-            results=[_result(result, found) for result in results],
-            once=[(node.name, found.of[node]) for node in found.fixed],
-            calls=found.calls,
-            opaque=found.opaque,
-            held={n: name for n, name in found.held.items() if n not in found.free},
-            needed=frozenset(found.of[n] for n in needed if n in found.of),
-        )
+        return frozenset(found.of[n] for n in needed if n in found.of)
 
-    def _once(self, new: _Account) -> None:
+    def _once(self, old: ReadSums, new: ReadSums, needed: frozenset[int]) -> None:
         """Random calls and writes."""
-        old, left = self.account.once, set(new.once)
-        for name, number in old:
-            may_go = self.rights.merge and number not in self.account.needed
+        before, after = (
+            [(node.name, found.of[node]) for node in found.fixed] for found in (old, new)
+        )
+        left = set(after)
+        for name, number in before:
+            may_go = self.rights.merge and number not in needed
             kept = (name, number) in left
             self._demand(kept or may_go, f"{name}, which must run once, is gone or another")
-        added = sorted(left.difference(old))
+        added = sorted(left.difference(before))
         self._demand(not added, f"calls that draw or write, and were not there: {added[:5]}")
-        order = [one for one in old if one in left]
-        self._demand(new.once == order, "calls that draw or write run in another order")
+        order = [one for one in before if one in left]
+        self._demand(after == order, "calls that draw or write run in another order")
 
-    def _counts(self, new: _Account) -> None:
+    def _counts(self, old: ReadSums, new: ReadSums, needed: frozenset[int]) -> None:
         """Calls of other libraries, and what may not run again."""
-        old = self.account
         for number, name in {**new.opaque, **old.opaque}.items():
             before, after = old.calls[number], new.calls[number]
-            least = before
-            if self.rights.merge:
-                least = min(before, int(number in old.needed))
+            least = min(before, number in needed) if self.rights.merge else before
             times = f"{name} runs {after} times, and {before} times before"
             self._demand(least <= after <= before, times)
         for number, name in old.held.items():
-            more = new.calls[number] > old.calls[number]
+            more = number not in old.free and new.calls[number] > old.calls[number]
             self._demand(not more, f"{name}, which may not run again, does")
 
-    def _results(self, new: _Account) -> None:
-        old = self.account.results
-        self._demand(len(old) == len(new.results), "there are more results, or fewer")
-        for index, (one, other) in enumerate(zip(old, new.results, strict=True)):
+    def _results(self, old: list[Any], new: list[Any]) -> None:
+        self._demand(len(old) == len(new), "there are more results, or fewer")
+        for index, (one, other) in enumerate(zip(old, new, strict=True)):
             half = "forward" if index < self.early else "backward"
             self._demand(one == other, f"result {index}, of the {half}, is computed differently")
 

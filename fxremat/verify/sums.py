@@ -1,8 +1,7 @@
 """Value numbers that do not see in which order a backward adds up, nor how elements are grouped.
 
-What a tensor holds is its *elements*, row by row, and its kind: sizes and dtype. A view that shows
-all of a dense tensor row by row has the elements of that tensor. In what depends on a tangent, the
-elements of a sum are the multiset of its summands:
+What a tensor holds is its *elements*, row by row, and its kind: sizes and dtype. In what depends on
+a tangent, the elements of a sum are the multiset of its summands (docs/design/verification.md):
 
     add(a, b)                                  a, b
     addmm(a, b, c), baddbmm(a, b, c)           a, mm(b, c)            alpha = beta = 1
@@ -10,9 +9,8 @@ elements of a sum are the multiset of its summands:
     embedding_dense_backward(b, index, ...)    rows(index, b)
     zeros                                      nothing
 
-A multiset is written as one integer: every summand is a number of 128 bits, drawn by a hash, and
-they are added. Two multisets with one integer would be a collision of that hash. So a chain of
-sums takes no more time than its calls.
+Every summand is a number of 128 bits, drawn by a hash, and they are added. Two multisets with one
+integer would be a collision of that hash.
 
 What is put to host memory has the elements that it had on the device, and is marked as being there:
 sums of what was put, and what is put of sums, are the same.
@@ -24,7 +22,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -151,11 +149,15 @@ class SumNumbering(Numbering):
 
     def _elements(self, node: fx.Node, found: ReadSums) -> Elements:
         """The elements of a node, which are its own where they are no sum."""
-        number = found.of[node]
+        return self._own_elements(found.of[node], node)
+
+    def _own_elements(self, number: int, node: fx.Node) -> Elements:
+        """The elements that a number has, or now gets, in the kind of a node."""
         if number not in self.elements_of:
             self.elements_of[number] = _drawn(number), False
-            self.numbers.setdefault(("elements", self.elements_of[number], _kind(node)), number)
-        return self.elements_of[number]
+        elements = self.elements_of[number]
+        self.numbers.setdefault(("elements", elements, _kind(node)), number)
+        return elements
 
     def _number_of(self, elements: Elements, node: fx.Node) -> int:
         """The number of these elements in the kind of a node."""
@@ -186,8 +188,7 @@ class SumNumbering(Numbering):
             parts = [self._part(first, found), rows]
         else:
             return ()
-        known = [part for part in parts if part is not None]
-        return known if len(known) == len(parts) else ()
+        return () if None in parts else cast("list[Elements]", parts)
 
     def _part(self, node: Any, found: ReadSums) -> Elements | None:
         """The elements of a summand; None where it was written over, and numbers do not tell."""
@@ -198,15 +199,13 @@ class SumNumbering(Numbering):
     def _product(self, node: fx.Node, found: ReadSums) -> Elements:
         """What the call that only multiplies would give, in the kind of the sum."""
         key = (_ADD_PRODUCT[node.target], self.arguments((node.args[1:], {}), found))
-        number = self.number(key)
-        elements = self.elements_of.setdefault(number, (_drawn(number), False))
-        self.numbers.setdefault(("elements", elements, _kind(node)), number)
-        return elements
+        return self._own_elements(self.number(key), node)
 
     def _rows(self, like: fx.Node, indices: Any, values: Any, found: ReadSums) -> Elements:
         """Rows that are added where an index says; masked where they were made so."""
         mask = _mask_of(values)
-        given = [_unclamped(i, size) for i, size in zip(indices, _sizes(like), strict=False)]
+        sizes = like.meta["val"].shape
+        given = [_unclamped(i, size) for i, size in zip(indices, sizes, strict=False)]
         if mask is not None and None not in given:
             return self._masked_rows(like, mask, given, values.args[1], found)
         seen = self.arguments(([*indices], values), found)
@@ -231,12 +230,6 @@ def _kind(node: Any) -> tuple[Any, ...]:
     if tensor is None:
         return ()
     return str(tuple(tensor.shape)), tensor.dtype, tensor.is_conj(), tensor.is_neg()
-
-
-def _sizes(node: fx.Node) -> Sequence[Any]:
-    tensor = tensor_of(node)
-    assert tensor is not None
-    return tensor.shape
 
 
 def _is_zero(node: Any) -> bool:

@@ -2,13 +2,8 @@
 
 Two graphs are compared, before and after. A stand-in counts as the node that it stands for; all
 else has to compute what it did before, each value from the same values by the same call (value
-numbering). The second graph is right if
-
-* both return the same, and every call that is not a function of its arguments runs as often;
-* a stand-in has the sizes, strides, dtype and device of what it stands for;
-* stand-ins are computed from values that the first graph has, and from constants;
-* no result of the forward depends on a lossy stand-in (but those of rules that are inexact there),
-  on one for the backward only, or on a tangent that it did not depend on before.
+numbering). Every call that is not a function of its arguments has to run as often. The other
+conditions are listed in docs/design/verification.md.
 
 By induction along the second graph, whatever a stand-in reads is then what it was. That what it
 computes from this is what it stands for, its rule answers for: rules are tried on random training
@@ -17,14 +12,14 @@ steps by `tests/fuzz`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import fx
 
 from fxremat.compat.joint_graph import is_tangent, must_be_in_forward
 from fxremat.errors import VerificationFailed
+from fxremat.verify.data_flow import Numbering, ReadGraph
 from fxremat.verify.predicates import (
     computed_from,
     forms_of,
@@ -32,10 +27,7 @@ from fxremat.verify.predicates import (
     is_function,
     is_mutating,
     is_put,
-    is_view,
     results_of,
-    root,
-    with_nodes_as,
 )
 
 
@@ -64,45 +56,16 @@ def _fail(taken: TakenVariant, what: str) -> None:
     raise VerificationFailed(f"variant {taken.rule}", f"at {taken.site}: {what}; {advice}")
 
 
-@dataclass
-class _Numbers:
-    """Value numbers, common to both graphs; of a stand-in, that of the old node."""
+class _Numbers(Numbering):
+    """Calls are one of a kind where they are no functions, also those that only wait."""
 
-    numbers: dict[Any, int] = field(default_factory=dict)
+    waits = frozenset()
 
-    def number(self, key: Any) -> int:
-        return self.numbers.setdefault(key, len(self.numbers))
+    def only_moves(self, node: fx.Node) -> bool:
+        return is_fetch(node) or is_put(node)
 
-    def read(
-        self, graph: fx.Graph, meant: Mapping[fx.Node, int]
-    ) -> tuple[dict[fx.Node, int], dict[str, int]]:
-        """The number of every node; the calls that are no functions, by name."""
-        of: dict[fx.Node, int] = {}
-        once: dict[str, int] = {}
-        written: dict[fx.Node, int] = {}
-        for node in graph.nodes:
-            if node in meant:
-                of[node] = meant[node]
-            elif node.op in ("placeholder", "get_attr"):
-                of[node] = self.number((node.op, str(node.target)))
-            elif is_fetch(node) or is_put(node):
-                of[node] = of[node.all_input_nodes[0]]
-            elif node.op == "call_function":
-                key = (node.target, _arguments(node, of, written))
-                if not (is_view(node) or is_function(node)):
-                    key = (*key, node.name)  # type: ignore[assignment]
-                    once[node.name] = self.number(key)
-                of[node] = self.number(key)
-                if is_mutating(node) and isinstance(node.args[0], fx.Node):
-                    written[root(node.args[0])] = of[node]
-        return of, once
-
-
-def _arguments(node: fx.Node, of: dict[fx.Node, int], written: dict[fx.Node, int]) -> Any:
-    def read(source: fx.Node) -> Any:
-        return "node", of[source], written.get(root(source))
-
-    return with_nodes_as((node.args, node.kwargs), read)
+    def may_repeat(self, node: fx.Node, mutated: frozenset[fx.Node]) -> bool:
+        return is_function(node)
 
 
 class _Comparison:
@@ -114,6 +77,7 @@ class _Comparison:
         self.before, self.after, self.early = before, after, early
         self.old = {node.name: node for node in before.nodes}
         self.new = {node.name: node for node in after.nodes}
+        self.known = [node for node in after.nodes if node.name in self.old]
         self.stands_for: dict[fx.Node, fx.Node] = {}
         self.of_site: dict[fx.Node, TakenVariant] = {}
         for one in taken:
@@ -134,12 +98,12 @@ class _Comparison:
     def check(self) -> None:
         """Raise where one of the conditions above does not hold."""
         self._same_forms()
-        numbering = _Numbers()
-        first, once_before = numbering.read(self.before, {})
-        meant = {new: first[old] for new, old in self.stands_for.items()}
-        second, once_after = numbering.read(self.after, meant)
+        numbering = _Numbers(frozenset())
+        first = numbering.read(self.before)
+        meant = {new: (first.of[old], None) for new, old in self.stands_for.items()}
+        second = numbering.read(self.after, meant)
         self._same(first, second)
-        self._once(once_before, once_after)
+        self._once({*first.once}, {*second.once})
         self._early()
         self._sources()
 
@@ -154,26 +118,21 @@ class _Comparison:
     def _sources(self) -> None:
         """Stand-ins are computed from what the graph before has."""
         for new in self.stands_for:
-            for source in computed_from([new], self._known()):
+            for source in computed_from([new], self.known):
                 inside = source.name not in self.old and source not in self.stands_for
                 if source.op in ("placeholder", "get_attr") and inside:
                     _fail(self.of_site[new], f"{new.name} reads {source.name}, which is new")
 
-    def _known(self) -> list[fx.Node]:
-        return [n for n in self.after.nodes if n.name in self.old]
-
-    def _same(self, first: dict[fx.Node, int], second: dict[fx.Node, int]) -> None:
+    def _same(self, first: ReadGraph, second: ReadGraph) -> None:
         """The results, and whatever has a name of the graph before."""
-        for node, number in second.items():
-            if node.name in self.old and number != first[self.old[node.name]]:
+        for node in filter(second.of.__contains__, self.known):
+            if second.of[node] != first.of[self.old[node.name]]:
                 self._blame(node, f"{node.name} is computed from something else")
         old, new = results_of(self.before), results_of(self.after)
         if len(old) != len(new):
             raise VerificationFailed("variants", "the number of results is another")
         for index, (a, b) in enumerate(zip(old, new, strict=True)):
-            one = first[a] if isinstance(a, fx.Node) else a
-            other = second[b] if isinstance(b, fx.Node) else b
-            if one != other:
+            if first.number(a) != second.number(b):
                 self._blame(self.after.output_node(), f"result {index} is computed differently")
 
     def _blame(self, node: fx.Node, what: str) -> None:
@@ -184,12 +143,12 @@ class _Comparison:
         sites = {one.rule for one in self.of_site.values()}
         raise VerificationFailed(f"variants {', '.join(sorted(sites))}", what)
 
-    def _once(self, first: Mapping[str, int], second: Mapping[str, int]) -> None:
+    def _once(self, first: set[str], second: set[str]) -> None:
         """Calls with an effect or random numbers; one may go if only what was replaced read it."""
         replaced = computed_from(self.stands_for.values())
-        for name in sorted(second.keys() - first.keys()):
+        for name in sorted(second - first):
             self._blame(self.new[name], f"{name} is new, and is no function of its arguments")
-        for name in sorted(first.keys() - second.keys()):
+        for name in sorted(first - second):
             node = self.old[name]
             if node not in replaced or is_mutating(node) or node.is_impure():
                 raise VerificationFailed("variants", f"{name} does not run any more")
@@ -197,7 +156,7 @@ class _Comparison:
     def _early(self) -> None:
         """What the forward must not depend on."""
         nodes = [r for r in results_of(self.after)[: self.early] if isinstance(r, fx.Node)]
-        nodes += [n for n in self._known() if must_be_in_forward(n)]
+        nodes += filter(must_be_in_forward, self.known)
         held = computed_from(nodes)
         for new, one in self.of_site.items():
             is_late = one.lossy and one.rule not in INEXACT_FORWARD
