@@ -2,9 +2,9 @@
 
 Whoever plans memory or time for a step reads this. It is made from a look at a step before
 anything is compiled (`fxremat.step.preparation`), from the schedule of a pipeline
-(`fxremat.step.pipelines`), from the parts of a graph that DDP splits (`fxremat.step.ddp`), from the
-order in which graphs have run (`fxremat.step.scope`), or, where one graph is known to run several
-times, by repeating it.
+(`fxremat.step.pipelines`), from the parts of a graph that DDP splits (`fxremat.step.context`), from
+the order in which graphs have run (`fxremat.step.scope`), or, where one graph is known to run
+several times, by repeating it.
 """
 
 from __future__ import annotations
@@ -331,10 +331,7 @@ def repeated_step(
     ``left_bytes`` stay; None: all that are no inputs' of its own. All runs but the first are of
     blocks that are given ``followers_given``, if it is not None.
     """
-    if left_bytes is not None:
-        left = min(part.interface.left, left_bytes)
-        part = replace(part, interface=replace(part.interface, left=left))
-    parts, own = [part, *before], [0] * len(places)
+    parts, own = [part := part.leaving(left_bytes), *before], [0] * len(places)
     if followers_given is not None:
         parts.append(followed_by(part, followers_given))
         own[1:] = [len(parts) - 1] * (len(places) - 1)

@@ -182,6 +182,7 @@ class GraphInStep:
         """Whether a plan of it runs something again, or moves it."""
         return any(one.report and one.report.time_overhead > 0 for one in self.known.values())
 
+    @property
     def is_complete(self) -> bool:
         """Whether all that was counted beside it is there: its optimizers have their states."""
         trained = optimizer_memory(None, self.where.scope.given.weights(), self.where.device)

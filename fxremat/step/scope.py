@@ -32,7 +32,7 @@ from fxremat.core.step import Order, in_order, last_first
 from fxremat.errors import BudgetExceeded, PromiseBroken
 from fxremat.memory.composed_steps import outside_in_order
 from fxremat.memory.optimizers import optimizer_memory
-from fxremat.memory.storages import Storages, storages_of, with_gradients
+from fxremat.memory.storages import Storages, storages_of, with_gradients, without
 from fxremat.memory.watched_steps import MOST_STEPS, StepWatch
 from fxremat.runtime.accumulation import living_gradients
 from fxremat.sizes import format_bytes
@@ -122,18 +122,14 @@ class BudgetScope:
         first = self._parts_at_places(frame)
         first = first if len(first) < count else ()
         runs = [one for one in self.waiting.values() if not (first and one.frame == frame)]
-        waiting: Storages = {}
-        for run in runs:
-            waiting |= run.saved()
+        waiting = dict(item for run in runs for item in run.saved().items())
         graphs = [one.graph for one in runs if one.graph is not None]
         distinct = tuple(dict.fromkeys(graphs))
         resident = self.resident_beside(own, device, models=not around)
         known = {**own, **resident}
-        batch = storages_of(self.given.batches(), device)
         counted = {key for one in self.waiting.values() if one not in runs for key in one.given}
-        counted |= known.keys()
-        batch = {key: size for key, size in batch.items() if key not in counted}
-        held = sum(size for key, size in waiting.items() if key not in {**known, **batch})
+        batch = without(storages_of(self.given.batches(), device), known.keys() | counted)
+        held = sum(without(waiting, known.keys() | batch.keys()).values())
         for graph in distinct:  # of runs that are still to come, as micro-batches are
             missing = graph.taken.count - graphs.count(graph)
             held += max(0, missing) * graph.taken.saved_bytes // max(1, graph.taken.count)
@@ -152,7 +148,7 @@ class BudgetScope:
         found = self.given.resident(device)
         for graph in self.graphs if models else ():
             found |= storages_of(_alive(graph.around), device)
-        return {key: size for key, size in found.items() if key not in own}
+        return without(found, own)
 
     def _parts_at_places(self, frame: int) -> tuple[tuple[Part, ...], ...]:
         """Of the runs of a frame that wait now, the parts of their graph at each place.
@@ -193,7 +189,7 @@ class BudgetScope:
     def _describe_last(self) -> StepDescription | None:
         """The last step as it has run; None where it cannot be planned as one."""
         runs: dict[tuple[SharingGraph, int], int] = {}
-        weights: dict[tuple[SharingGraph, int], Mapping[int, int]] = {}
+        weights: dict[int, Mapping[int, int]] = {}
         order: list[tuple[int, Literal["forward", "backward"]]] = []
         kept, held = list[int](), list[int]()
         for one in self.last:
@@ -201,20 +197,14 @@ class BudgetScope:
             if graph is None:
                 return None
             if one.phase == "forward":  # a place may be taken again: its version is the same
-                number = runs.setdefault((graph, one.place), len(order))
+                number = runs.setdefault((graph, one.place), len(runs))
                 kept += [number] if one.keeps else []
                 held += [number] if one.holds else []
-                weights[graph, one.place] = one.weights
+                weights[number] = one.weights
             elif (graph, one.place) not in runs:
                 return None  # it was recorded from its middle on
             order.append((runs[graph, one.place], one.phase))
-        numbers = {old: new for new, old in enumerate(dict.fromkeys(run for run, _ in order))}
-        known = {number: run for run, number in runs.items()}
-        listed = [known[number] for number in numbers]
-        in_turn = [(numbers[run], phase) for run, phase in order]
-        kept, held = ([numbers[run] for run in each] for each in (kept, held))
-        trained = [weights[run] for run in listed]
-        return self._described(listed, in_turn, 0, kept, held, trained)
+        return self._described([*runs], order, 0, kept, held, [*weights.values()])
 
     def _described(
         self,
@@ -277,7 +267,7 @@ class BudgetScope:
             known = [*args, *around, *self.given.weights(), *self.given.batches()]
             resident, arena = with_gradients(known, promise.device), self.own.arena
             more = with_gradients(self.given.behind(), promise.device)
-            unplanned = sum(size for key, size in more.items() if key not in resident)
+            unplanned = sum(without(more, resident).values())
             if arena is not None:
                 resident = {k: n for k, n in resident.items() if not arena.holds(k)}
                 resident[arena.address] = arena.nbytes
@@ -318,8 +308,12 @@ class BudgetScope:
         more = 0 if is_a_rank() else self.given.checkpointed.news() + self.given.eager.news()
         if not more:
             return
+        self._set_all_aside(0, more, remembered=False)  # each run sees it in its first step
+
+    def _set_all_aside(self, between: int, held: int, *, remembered: bool = True) -> None:
+        """Have all graphs planned again with so many bytes more, or fewer, beside them."""
         for graph in list(self.graphs):
-            graph.set_aside(0, more, remembered=False)  # each run sees it in its first step
+            graph.set_aside(between, held, remembered=remembered)
             self.due |= graph.role.described is not None
 
     def _use_what_is_left(self) -> None:
@@ -328,14 +322,11 @@ class BudgetScope:
         Once its optimizers have stepped, the allocator has reserved what it will have.
         """
         watch, graphs = self.watch, list(self.graphs)
-        if (
-            watch is None
-            or not (watch.reserved and watch.is_over)
-            or self.warned.looked >= MOST_STEPS
-        ):
+        looks = watch is not None and watch.reserved and watch.is_over
+        if watch is None or not looks or self.warned.looked >= MOST_STEPS:
             return
         self.warned.looked += 1
-        if not graphs or not all(one.is_complete() for one in graphs):
+        if not graphs or not all(one.is_complete for one in graphs):
             return
         self.warned.looked = MOST_STEPS
         reserve = max(one.reserve_bytes for one in graphs)
@@ -344,9 +335,7 @@ class BudgetScope:
         if left <= MUCH_UNUSED * watch.budget_bytes or not again or is_a_rank():
             return
         log.info("the loop leaves %s of what was promised: planned again", format_bytes(left))
-        for graph in graphs:
-            graph.set_aside(0, -left)
-            self.due |= graph.role.described is not None
+        self._set_all_aside(0, -left)
         watch.look_again()
 
     def end(self, promise: Promise) -> None:
@@ -370,15 +359,12 @@ class BudgetScope:
         where a step exceeds the budget even then, at all times. Ranks see different numbers, and
         have to run the same.
         """
-        graphs = list(self.graphs)
-        if self.warned.planned_again == 2 or not graphs or is_a_rank():
+        if self.warned.planned_again == 2 or not self.graphs or is_a_rank():
             return False
         between, held = exceeded.outside_bytes - exceeded.counted_bytes, 0
         if self.warned.planned_again:
             between, held = 0, exceeded.taken_bytes - exceeded.budget_bytes
-        for graph in graphs:
-            graph.set_aside(between, held)
-            self.due |= graph.role.described is not None
+        self._set_all_aside(between, held)
         assert self.watch is not None
         self.watch.look_again()
         self.warned.planned_again += 1
@@ -468,12 +454,11 @@ class BudgetScope:
         if run.graph is not None:  # counted when it was planned
             counted |= storages_of(self.given.batches(), promise.device)
             counted |= self.resident_beside({}, promise.device)
-        known = {**storages_of(own, promise.device), **run.saved()}
-        known = {key: size for key, size in known.items() if key not in counted}
-        others: Storages = {}
-        for other in list(self.waiting.values()):
-            others |= {} if other is run else other.saved()
-        held = sum(size for key, size in others.items() if key not in {**known, **counted})
+        known = without({**storages_of(own, promise.device), **run.saved()}, counted)
+        waiting = list(self.waiting.values())
+        saved = (other.saved() for other in waiting if other is not run)
+        others = dict(item for each in saved for item in each.items())
+        held = sum(without(others, known.keys() | counted.keys()).values())
         beside = promise.beside(held, sum(known.values()))
         expected = promise.peak_bytes + max(beside, promise.held_bytes)
         if expected > promise.budget_bytes and number > self.warned.runs:
