@@ -70,16 +70,16 @@ class StepDescription:
 
         ``chosen`` is the version of each run that is not compiled yet.
         """
-        runs = self._events({**dict(enumerate(chosen)), **self.fixed})
-        if runs is None or self.outside is None:
-            return None
-        return reserved_by_step(runs, list(self.outside(runs)), settings)
+        found = self._events({**dict(enumerate(chosen)), **self.fixed})
+        return None if found is None else reserved_by_step(*found, settings)
 
-    def _events(self, versions: Mapping[int, int]) -> list[RunEvents] | None:
-        """What each run asks for; None where a version is not known so well."""
+    def _events(self, versions: Mapping[int, int]) -> tuple[list[RunEvents], list[Outside]] | None:
+        """What runs ask for, and what is outside; None where a version is not known so well."""
         found = [self.parts[part].offers[versions[k]].events for k, part in enumerate(self.part_of)]
         runs = [one for one in found if one is not None]
-        return runs if runs and len(runs) == len(found) else None
+        if not runs or len(runs) < len(found) or self.outside is None:
+            return None
+        return runs, list(self.outside(runs))
 
     def layout(self, device: str) -> StepLayout | None:
         """Where all runs lie in one arena; None as long as not all of them are known."""
@@ -87,10 +87,9 @@ class StepDescription:
             return None
         key = tuple(self.fixed[run] for run in range(len(self.part_of)))
         if key not in self.layouts:
-            runs = self._events(self.fixed)
-            if runs is None or self.outside is None:
+            if (known := self._events(self.fixed)) is None:
                 return None
-            outside = list(self.outside(runs))
+            runs, outside = known
             found = arrange(runs, order_of(outside), device, outside=outside)
             self.layouts[key] = found.layout
         return self.layouts[key]
@@ -200,12 +199,9 @@ class StepDescription:
     def outside_bytes(self, part: int) -> int:
         """Live outside when the last run of a part goes backward, beside the gradients it gets."""
         last = self.runs_of(part)[-1]
-        outside = [
-            point.outside_bytes
-            for point in self.points
-            if (point.running, point.phase) == (last, "backward")
-        ]
-        return max(0, max(outside, default=0) - self.parts[part].interface.incoming)
+        points = [one for one in self.points if (one.running, one.phase) == (last, "backward")]
+        outside = max((one.outside_bytes for one in points), default=0)
+        return max(0, outside - self.parts[part].interface.incoming)
 
     def saving_most_first(
         self, part: int, chosen: tuple[int, ...], budget_bytes: int

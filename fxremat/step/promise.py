@@ -11,10 +11,7 @@ from typing import Any
 import torch
 
 from fxremat.compat.configuration import cache_directory, caches_disabled
-from fxremat.compile.request import Budget
 from fxremat.disk_cache import Answers, Question
-from fxremat.memory.reserved_bytes import Reserved
-from fxremat.report.report import Report
 
 Compiled = Callable[..., Any]
 Around = tuple[Callable[[], torch.Tensor | list[torch.Tensor] | None], ...]
@@ -56,33 +53,6 @@ class Promise:
         return held_bytes + self.reserve_bytes
 
 
-def promise_of(
-    report: Report,
-    budget: Budget,
-    peak: int,
-    beside: tuple[int, int],
-    around: Around,
-    device: torch.device,
-) -> Promise:
-    """What a report promises under a budget, for a graph with this peak.
-
-    ``beside`` it are the bytes of what it does not see, and of what no graph sees.
-    """
-    assert budget.limit is not None
-    return Promise(
-        graph=f"graph {report.graph}",
-        device=device,
-        budget_bytes=budget.limit,
-        peak_bytes=peak,
-        held_bytes=report.held_bytes,
-        reserve_bytes=beside[0],
-        unseen_bytes=beside[1],
-        saved_bytes=report.saved_bytes,
-        around=around,
-        counts_reserved=budget.metric == "reserved",
-    )
-
-
 @dataclass(frozen=True)
 class PromisedVersion:
     """A compiled graph, and what was promised of it."""
@@ -113,22 +83,15 @@ class RunVersions:
 
 @dataclass(frozen=True)
 class MadeVersions:
-    """Versions of a graph, compiled, the one of each of its runs, and what the step then takes."""
+    """Versions of a graph, compiled, the one of each of its runs, and what the step then takes.
+
+    It is what the budget counts: bytes that are reserved, where these are counted and known.
+    """
 
     compiled: dict[int, PromisedVersion]
     of_run: list[int]
-    peak_bytes: int
-    reserved: Reserved | None
-
-    @property
-    def is_reserved(self) -> bool:
-        """Whether reserved bytes are counted, and known."""
-        return self.reserved is not None
-
-    @property
-    def nbytes(self) -> int:
-        """What the budget counts."""
-        return self.peak_bytes if self.reserved is None else self.reserved.nbytes
+    nbytes: int
+    is_reserved: bool
 
 
 @dataclass

@@ -57,12 +57,10 @@ class RecordedGraph:
 class _Shards:
     """Parameters that FSDP2 gathers when their module runs: bytes of this rank's parts.
 
-    ``by_name`` are those of the model's parameters, ``by_storage`` the same by their storages,
-    which are whole. ``made`` are bytes of what is made now, and will be reduced to this rank's
-    part.
+    They are known by their storages, which are whole. ``made`` are bytes of what is made now, and
+    will be reduced to this rank's part.
     """
 
-    by_name: Mapping[str, int]
     by_storage: dict[int, int] = field(default_factory=dict)
     made: int | None = None
 
@@ -102,9 +100,7 @@ class StepRecorder:
     """The graphs of each part that ran."""
     course: _Course = field(default_factory=_Course)
     meter: Meter[MeteredStorage] = field(default_factory=Meter)
-
-    def __post_init__(self) -> None:
-        self.shards = _Shards(self.sharded)
+    shards: _Shards = field(default_factory=_Shards)
 
     def record(
         self, model: nn.Module, parts: Sequence[nn.Module], given: Any, loss: Loss | None = None
@@ -187,15 +183,6 @@ class StepRecorder:
         self.meter.sweep()
         self.meter.peak = self.meter.current
 
-    @contextmanager
-    def _pause(self) -> Iterator[None]:
-        """Nothing that is made inside counts."""
-        outer, self.paused = self.paused, True
-        try:
-            yield
-        finally:
-            self.paused = outer
-
     def _stand_in(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """The backend: notes the graph, and gives what stands in for it."""
         signature = session.signature(gm, inputs)
@@ -213,8 +200,11 @@ class StepRecorder:
 
     def _forward(self, index: int, gm: fx.GraphModule, args: tuple[Any, ...]) -> Any:
         """Run the forward of a graph; the results stand in for its own."""
-        with self._pause():
+        outer, self.paused = self.paused, True  # nothing that is made here counts
+        try:
             shown = gm(*args)
+        finally:
+            self.paused = outer
         given = {storage_key(x) for x in args if isinstance(x, torch.Tensor)}
         flat, shape = pytree.tree_flatten(shown)
         made = [

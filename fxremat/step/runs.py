@@ -45,9 +45,9 @@ from fxremat.step.promise import (
     Compiled,
     MadeVersions,
     Observed,
+    Promise,
     PromisedVersion,
     RunVersions,
-    promise_of,
 )
 from fxremat.step.versions import Offer, Part, version_in, version_refused, with_compiled
 
@@ -289,8 +289,7 @@ class GraphInStep:
             return None
         self.taken.count, self.placing.run = 1, report.events
         self.where.scope.own.share(report.memory.own, request.budget.allocator)
-        promised = self.promised(version, request)
-        promised = replace(promised, promise=replace(promised.promise, left_bytes=missing or None))
+        promised = self.promised(version, request, missing=missing)
         own, late = promised.promise.peak_bytes, self.where.context.late
         self.taken.saved_bytes, self.taken.own_peak_bytes = report.saved_bytes, own
         found = RunVersions((promised,), (0,), own, request.budget.held - late + own)
@@ -416,8 +415,9 @@ class GraphInStep:
             described.offer(index, offers)
         if self.role.described is None:
             chosen = described.saving_most_first(index, chosen, self.request.budget.for_step)
-        of_run, peak = [chosen[run] for run in runs], described.step().peak_bytes(chosen)
-        return MadeVersions(compiled, of_run, peak, self._reserved(described, chosen))
+        taken, of_run = self._reserved(described, chosen), [chosen[run] for run in runs]
+        nbytes = described.step().peak_bytes(chosen) if taken is None else taken.nbytes
+        return MadeVersions(compiled, of_run, nbytes, taken is not None)
 
     def _least(self, described: StepDescription) -> LeastVersions:
         return described.least(self.request.budget, partial(self._reserved, described))
@@ -473,9 +473,13 @@ class GraphInStep:
         return self.promised(self.known[request], request, own)
 
     def promised(
-        self, version: CompiledVersion, request: Request, own: Interface | None = None
+        self,
+        version: CompiledVersion,
+        request: Request,
+        own: Interface | None = None,
+        missing: int = 0,
     ) -> PromisedVersion:
-        """A version with what was promised of it.
+        """A version with what was promised of it; those that wait leave ``missing`` bytes too few.
 
         Of several runs, each with ``own`` inputs, parameters count as part of what lies around.
         """
@@ -491,8 +495,19 @@ class GraphInStep:
             if self.role.described is not None:
                 unseen = self.role.described.outside_bytes(self.role.index)
             peak = max(part.forward_bytes + own.given, part.backward_bytes + own.incoming)
-        beside, device = (unseen, self.unseen_bytes), self.where.device
-        promise = promise_of(report, request.budget, peak, beside, around, device)
+        promise = Promise(
+            graph=f"graph {report.graph}",
+            device=self.where.device,
+            budget_bytes=request.budget.limit,
+            peak_bytes=peak,
+            held_bytes=report.held_bytes,
+            reserve_bytes=unseen,
+            saved_bytes=report.saved_bytes,
+            unseen_bytes=self.unseen_bytes,
+            around=around,
+            left_bytes=missing or None,
+            counts_reserved=request.budget.metric == "reserved",
+        )
         return PromisedVersion(version.call, promise)
 
     def plan_version(self, offer: Offer, limit_bytes: int) -> Report:

@@ -196,7 +196,8 @@ def offers_of(draft: Draft, request: Request, count: int) -> Part:
         return request.budget.own - (count - 1) * (saved_limit - own.resident + own.given)
 
     for found, plan in _plans(planning, graphs, left):
-        offer = _offer(found, plan, request)
+        run = planned_run(found, plan, request)
+        offer = Offer(run.version, run.peak_bytes, run.peak_bytes - run.between_bytes)
         offers.setdefault(offer.version, offer)
     return Part(own, tuple(offers.values()))
 
@@ -258,26 +259,16 @@ def _lowest(
     return [graphs.draft(each, variants) for each in dict.fromkeys([(), *names])]
 
 
-def _offer(draft: Draft, plan: Plan, request: Request) -> Offer:
-    """The version that a plan is, with what it takes as limits."""
-    run = planned_run(draft, plan, request)
-    return Offer(run.version, run.peak_bytes, run.peak_bytes - run.between_bytes)
-
-
 def followed_by(part: Part, given: int) -> Part:
     """The part of blocks like this one that come after it, and so are given what needs a gradient.
 
     What they are given has ``given`` bytes. They hold it while they wait, and make its gradient.
     """
-    more, own = given, part.interface
-    versions = (
-        replace(
-            one.version,
-            saved_bytes=one.version.saved_bytes + more,
-            backward_bytes=one.version.backward_bytes + more,
-        )
-        for one in part.offers
-    )
-    pairs = zip(part.offers, versions, strict=True)
-    offers = tuple(replace(one, version=version, events=None) for one, version in pairs)
-    return Part(replace(own, given=own.given + more), offers)
+
+    def holding(one: Version) -> Version:
+        saved, backward = one.saved_bytes + given, one.backward_bytes + given
+        return replace(one, saved_bytes=saved, backward_bytes=backward)
+
+    offers = (replace(one, version=holding(one.version), events=None) for one in part.offers)
+    own = part.interface
+    return Part(replace(own, given=own.given + given), tuple(offers))
