@@ -22,10 +22,6 @@ from tests.small import Block, Stack, seeded
 
 pytestmark = pytest.mark.usefixtures("fresh_budgets")
 
-
-# --- context ------------------------------------------------------------------------------
-
-
 HOST = torch.device("cpu")
 
 
@@ -48,8 +44,8 @@ def bytes_of(module: nn.Module) -> int:
     return sum(p.nbytes for p in module.parameters())
 
 
-def seen_in(model: nn.Module, parts: list[nn.Module], **given: Any) -> context.ModelContext:
-    """What the backend sees around the first part that is compiled."""
+def seen_in(model: nn.Module, parts: list[nn.Module], **given: Any) -> list[context.ModelContext]:
+    """What the backend sees around each graph that is compiled."""
     found: list[context.ModelContext] = []
 
     def backend(gm: Any, inputs: Any) -> Any:
@@ -59,21 +55,25 @@ def seen_in(model: nn.Module, parts: list[nn.Module], **given: Any) -> context.M
     for part in parts:
         part.compile(backend=backend)
     model(torch.ones(2, 8))
-    return found[0]
+    return found
 
 
 def test_runs_are_modules_of_the_class_that_are_compiled_by_themselves() -> None:
+    """Unless it is said how many there are."""
     model = Model()
-    found = seen_in(model, list(model.blocks)[:3])
+    found = seen_in(model, list(model.blocks)[:3])[0]
     assert found.runs == 3
     assert found.nbytes == bytes_of(model) - bytes_of(model.blocks[0]) + 8
     assert len(found.everything) == len(list(model.parameters())) + 1
-
-
-def test_a_model_that_is_compiled_as_a_whole_runs_once_and_has_nothing_around() -> None:
     model = Model()
-    found = seen_in(model, [model])
+    assert seen_in(model, list(model.blocks), instances=7)[0].runs == 7
+
+
+def test_what_is_compiled_as_a_whole_runs_once_and_has_nothing_around() -> None:
+    model = Model()
+    found = seen_in(model, [model])[0]
     assert (found.runs, found.nbytes) == (1, 0)
+    assert context.model_context(Options(), HOST) == context.ModelContext()  # a function
 
 
 def test_parts_that_a_graph_break_leads_to_are_counted_too() -> None:
@@ -82,30 +82,15 @@ def test_parts_that_a_graph_break_leads_to_are_counted_too() -> None:
             torch._dynamo.graph_break()
             return super().forward(x)
 
-    model, found = Model(), list[context.ModelContext]()
+    model = Model()
     model.blocks = nn.ModuleList([Broken(8), Broken(8), Broken(4)])
     model.forward = lambda x: model.blocks[1](model.blocks[0](x))  # type: ignore[method-assign]
-
-    def backend(gm: Any, inputs: Any) -> Any:
-        found.append(context.model_context(Options(), HOST))
-        return gm
-
-    torch.compile(model, backend=backend)(torch.ones(2, 8))
-    assert max(each.runs for each in found) == 2
-
-
-def test_what_is_said_comes_first() -> None:
-    model = Model()
-    assert seen_in(model, list(model.blocks), instances=7).runs == 7
-
-
-def test_outside_of_any_module_a_function_runs_once() -> None:
-    assert context.model_context(Options(), HOST) == context.ModelContext()
+    assert max(each.runs for each in seen_in(model, [model])) == 2
 
 
 def test_what_lies_around_is_not_kept_alive() -> None:
     model = Model()
-    found = seen_in(model, list(model.blocks))
+    found = seen_in(model, list(model.blocks))[0]
     torch._dynamo.reset()
     del model
     gc.collect()
@@ -125,21 +110,14 @@ def step_of(parts: list[Part], part_of: list[int], *, either_order: bool = False
     return Step(points, tuple(part_of), tuple(versions))
 
 
-def test_neighbours_of_a_run_are_gathered_in_the_backward() -> None:
-    points = repeated([part_of(0).interface], [0, 0, 0], 100, Gathered(ahead=7, sent=8))
-    outside = [point.outside_bytes for point in points]
-    assert outside == [107, 107, 107, 207, 157, 185, 198]
-
-
-def test_what_is_not_given_back_stays_while_a_run_waits() -> None:
-    """All of the parameters, which are then not gathered again; or a part, and they are."""
-    for kept, again in ((7, 0), (3, 7)):
-        gathered = Gathered(ahead=7, sent=8, kept=kept)
-        points = repeated([part_of(0).interface], [0, 0, 0], 100, gathered)
-        outside = [point.outside_bytes for point in points]
-        forward = [107, 107 + kept, 107 + 2 * kept, 207 + 3 * kept]
-        backward = [150 + again + 2 * kept, 178 + again + kept, 198]
-        assert outside == forward + backward
+@pytest.mark.parametrize(("kept", "again"), [(0, 7), (7, 0), (3, 7)])
+def test_neighbours_of_a_run_are_gathered_in_the_backward(kept: int, again: int) -> None:
+    """Unless all of their parameters stay while they wait; a part of these may."""
+    gathered = Gathered(ahead=7, sent=8, kept=kept)
+    points = repeated([part_of(0).interface], [0, 0, 0], 100, gathered)
+    forward = [107, 107 + kept, 107 + 2 * kept, 207 + 3 * kept]
+    backward = [150 + again + 2 * kept, 178 + again + kept, 198]
+    assert [point.outside_bytes for point in points] == forward + backward
 
 
 def test_blocks_that_follow_hold_what_they_are_given() -> None:
@@ -220,21 +198,8 @@ def test_the_peak_is_as_predicted_with_the_arena_held() -> None:
     assert trained.arena.nbytes > 0
     assert (trained.arena.conflicts, trained.arena.differences, trained.arena.missed) == (0, 0, 0)
     (report,) = fxremat.reports()
-    assert trained.peak_bytes(trained.step) == report.predicted_peak_bytes
-
-
-def test_the_block_that_is_given_back_is_gone() -> None:
-    """No half keeps it alive: a peak measured later counts it again, and an evaluation has it."""
-    trained = Trained()
-    for _ in range(3):
-        trained.step()
     peaks = [trained.peak_bytes(trained.step) for _ in range(3)]
-    (report,) = fxremat.reports()
     assert peaks == [report.predicted_peak_bytes] * 3
-    block = weakref.ref(trained.arena.block)
-    trained.model.zero_grad(set_to_none=True)
-    trained.evaluate()
-    assert block() is None
 
 
 def test_graphs_of_two_shapes_have_the_arena_in_turn() -> None:
@@ -262,12 +227,15 @@ def test_graphs_of_two_shapes_have_the_arena_in_turn() -> None:
 
 
 def test_an_evaluation_has_the_bytes_of_the_arena() -> None:
+    """No half keeps the block alive that is given back."""
     trained = Trained()
     for _ in range(3):
         trained.step()
     before, taken = trained.gradients(), trained.arena.nbytes
+    block = weakref.ref(trained.arena.block)
     trained.model.zero_grad(set_to_none=True)
     trained.evaluate()
+    assert block() is None
     assert trained.arena.nbytes == 0
     peak = trained.peak_bytes(trained.evaluate)
     assert peak <= fxremat.reports()[-1].predicted_peak_bytes
@@ -355,17 +323,13 @@ def test_what_is_gone_counts_no_longer() -> None:
     assert len(only.given.parameters) == 2
 
 
-def trained() -> scope.BudgetScope:
+def test_graphs_are_gone_with_the_code_that_runs_them() -> None:
+    """Dynamo keeps that code longer than its modules; such a graph holds nothing."""
     model, x = seeded(Stack, 64, 32)
     compiled(model, memory_budget=SHARED)(x).sum().backward()
     [only] = scope._SCOPES.values()
     assert only.graphs
-    return only
-
-
-def test_graphs_are_gone_with_the_code_that_runs_them() -> None:
-    """Dynamo keeps that code longer than its modules; such a graph holds nothing."""
-    only = trained()
+    del model, x
     gc.collect()
     assert not only.given.parameters
     assert not only.given.batch

@@ -19,11 +19,9 @@ from tests import stepping
 from tests.accumulating import Refused
 from tests.host_weights import equal, moved
 from tests.small import Layers, seeded
-from tests.stepping import Make, Slow, adamw, compiled_model, layers_and_input, trained
+from tests.stepping import Make, Slow, adamw, compiled_model, eager, layers_and_input, trained
 
 _fresh = stepping.fresh
-
-# --- errors -------------------------------------------------------------------------------
 
 
 def test_an_error_in_a_step_comes_out_of_the_backward() -> None:
@@ -69,18 +67,16 @@ def test_a_backward_that_fails_leaves_no_step_behind() -> None:
     model.zero_grad()
     loss = call(x)
     held = runtime.host_bytes().now_bytes
-    with runtime.set_copy_speed(1e6), runtime.set_host_memory_cap(held + 3 * 64 * 64 * 4):
-        try:
-            loss.backward()
-        except fxremat.FxrematError:
-            failed = True
-        else:
-            failed = False
+    with (
+        runtime.set_copy_speed(1e6),
+        runtime.set_host_memory_cap(held + 3 * 64 * 64 * 4),
+        pytest.raises(fxremat.FxrematError),
+    ):
+        loss.backward()
     value = call(x)
     assert torch.equal(value, copy.deepcopy(model)(x))
     model.zero_grad()
     value.backward()
-    assert failed
     assert all(p.grad is None for p in model.parameters())
 
 
@@ -96,9 +92,6 @@ def test_optimizers_of_other_parameters_are_refused(make: Make) -> None:
         fxremat.step_in_backward(layers_and_input()[0], make)
     with pytest.raises(fxremat.InvalidOption, match="without parameters"):
         fxremat.step_in_backward(nn.ReLU(), make)
-
-
-# --- saving, and learning rates -----------------------------------------------------------
 
 
 def decayed(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -144,9 +137,7 @@ def test_parameters_are_saved_without_their_steps() -> None:
     assert all(p.grad is not None for p in again.parameters())
     again.zero_grad()
     fxremat.step_in_backward(again, adamw)
-    assert equal(
-        trained((again, x), lambda m: m, None, 3), trained((model, x), lambda m: m, None, 3)
-    )
+    assert equal(trained((again, x), eager, None, 3), trained((model, x), eager, None, 3))
 
 
 @pytest.mark.parametrize("on_host", [False, True])
@@ -176,17 +167,17 @@ def test_states_are_those_of_one_optimizer_for_all() -> None:
     """Two steps with one, two with the other, and back."""
     plain, x = layers_and_input()
     optimizer = adamw(list(plain.parameters()))
-    expected = trained((plain, x), lambda m: m, optimizer, 3)
+    expected = trained((plain, x), eager, optimizer, 3)
     model, _ = layers_and_input()
     ours = fxremat.step_in_backward(model, adamw)
-    assert equal(trained((model, x), lambda m: m, None, 3), expected)
+    assert equal(trained((model, x), eager, None, 3), expected)
     one, other = ours.state_dict(), optimizer.state_dict()
     assert one["param_groups"] == other["param_groups"]
     assert one["state"].keys() == other["state"].keys()
     ours.load_state_dict(other)
     optimizer.load_state_dict(one)
-    expected = trained((plain, x), lambda m: m, optimizer, 3)
-    assert equal(trained((model, x), lambda m: m, None, 3), expected)
+    expected = trained((plain, x), eager, optimizer, 3)
+    assert equal(trained((model, x), eager, None, 3), expected)
     with pytest.raises(ValueError, match="of 8 parameters, not of 2"):
         fxremat.step_in_backward(nn.Linear(2, 2), adamw).load_state_dict(other)
 

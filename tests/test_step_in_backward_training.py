@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Any, cast
 
 import pytest
@@ -13,6 +13,7 @@ from torch.nn import functional as F
 import fxremat
 from fxremat import runtime
 from fxremat.verify.data_flow import check_arrivals
+from tests import stepping
 from tests.accumulating import LOSSES, squares
 from tests.graphs import Net
 from tests.host_weights import equal, moved
@@ -31,9 +32,7 @@ from tests.stepping import (
     trained,
 )
 
-# --- step in backward training _fresh = stepping.fresh
-
-# --- the same training --------------------------------------------------------------------
+_fresh = stepping.fresh
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -50,12 +49,8 @@ def full_peak(*size: int) -> int:
 
 def test_through_inductor() -> None:
     """With room for all; less than that is below."""
-    budget = f"{full_peak()}B"
-    early = same_training(
-        layers_and_input,
-        lambda m: cast("Loss", compiled_model(m, "inductor", memory_budget=budget)),
-    )
-    assert len(early) == 80
+    compiled = partial(compiled_model, executor="inductor", memory_budget=f"{full_peak()}B")
+    assert len(same_training(layers_and_input, compiled)) == 80
 
 
 SPEEDS = [(3e6, 1e9), (1e9, 3e6), (1e7, 1e7)]
@@ -91,20 +86,16 @@ def test_steps_that_are_slower_than_the_backward() -> None:
 
 
 def test_large_parameters_and_two_threads() -> None:
-    threads = torch.get_num_threads()
+    threads, large = torch.get_num_threads(), partial(layers_and_input, 2, 517)
     torch.set_num_threads(2)
     try:
-        same_training(
-            lambda: layers_and_input(2, 517),
-            make_optimizer=OPTIMIZERS["AdamW"],
-            plain_loss_of=eager,
-        )
+        same_training(large, make_optimizer=OPTIMIZERS["AdamW"], plain_loss_of=eager)
     finally:
         torch.set_num_threads(threads)
 
 
 def test_eager_models_and_parameters_that_are_not_on_the_host() -> None:
-    assert same_training(layers_and_input, lambda m: m) == []
+    assert same_training(layers_and_input, eager) == []
     early = same_training(layers_and_input, plain_loss_of=eager, weights="layers.[01].weight")
     assert len(early) == 20
 
@@ -121,9 +112,6 @@ def test_graph_breaks() -> None:
     """The first graph of the backward knows which weights are those of one graph alone."""
     early = same_training(lambda: seeded(lambda: Stack(broken=True), 4, 32))
     assert len(early) == 10 * 24
-
-
-# --- whole gradients ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", [*LOSSES, "loss outside"])
@@ -219,12 +207,8 @@ def test_parameters_that_share_memory() -> None:
     """Of two in the same memory one is fetched after the gradient of the other has arrived."""
 
     def shared() -> Net:
-        first, last = (nn.Linear(16, 16, bias=False) for _ in range(2))
-        return Net(
-            lambda net, x: F.gelu(net.last(F.gelu(net.first(x)))).square().mean(),
-            first=first,
-            last=last,
-        )
+        parts = {name: nn.Linear(16, 16, bias=False) for name in ("first", "last")}
+        return Net(lambda net, x: F.gelu(net.last(F.gelu(net.first(x)))).square().mean(), **parts)
 
     def make() -> tuple[nn.Module, Tensor]:
         model, x = seeded(shared, 4, 16)
@@ -239,9 +223,6 @@ def test_parameters_that_share_memory() -> None:
         found = trained(ours, compiled_model, None)
     assert [one for one in records if one.what == "step"] == []
     torch.testing.assert_close(found, trained(plain, compiled_model, optimizer))
-
-
-# --- parameters of all kinds --------------------------------------------------------------
 
 
 class Mixed(nn.Module):
@@ -291,9 +272,6 @@ def test_a_frozen_parameter_that_thaws() -> None:
     compiled_model(model)(x).backward()
     assert not torch.equal(weight, before)
     assert weight.grad is None
-
-
-# --- beside the backward, and in less memory ----------------------------------------------
 
 
 def test_steps_end_before_the_backward_does() -> None:
