@@ -45,20 +45,18 @@ class Case:
     def compile(self, **options: Any) -> None:
         torch._dynamo.reset()
         scope.forget()
-        if self.loss_outside:
-            for block in self.model:
-                block.compile(backend="fxremat", options={**QUICK, **options})
-        else:
-            call = torch.compile(self.whole, backend="fxremat", options={**QUICK, **options})
-            self.call = call
+        how: dict[str, Any] = {"backend": "fxremat", "options": {**QUICK, **options}}
+        for block in self.model if self.loss_outside else ():
+            block.compile(**how)
+        if not self.loss_outside:
+            self.call = torch.compile(self.whole, **how)
 
     def whole(self, x: torch.Tensor) -> torch.Tensor:
         loss: torch.Tensor = self.model(x).square().mean()
         return loss
 
     def step(self) -> None:
-        for module in (self.model, self.head):
-            module.zero_grad(set_to_none=True)
+        self.forget_gradients()
         result: Any = self.call(self.x)
         if self.loss_outside:
             result = F.cross_entropy(self.head(result), self.target)
@@ -71,9 +69,12 @@ class Case:
                 self.step()
         return said
 
-    def peak_bytes(self) -> int:
+    def forget_gradients(self) -> None:
         for module in (self.model, self.head):
             module.zero_grad(set_to_none=True)
+
+    def peak_bytes(self) -> int:
+        self.forget_gradients()
         return fxremat.measure_peak(self.step, held=self.held).peak_bytes
 
 
