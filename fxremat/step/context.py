@@ -26,7 +26,7 @@ from fxremat.passes.memory_estimation import nbytes
 from fxremat.step.description import StepDescription, repeated, repeated_step
 from fxremat.step.graph import NoBackward, Place
 from fxremat.step.pipelines import Pipeline, pipeline_of
-from fxremat.step.promise import Around
+from fxremat.step.promise import Tensors
 from fxremat.step.scope import BudgetScope, Neighbours
 from fxremat.step.versions import Part, followed_by
 
@@ -51,8 +51,8 @@ class ModelContext:
 
     runs: int = 1
     nbytes: int = 0
-    others: Around = ()
-    everything: Around = ()
+    others: Tensors = ()
+    everything: Tensors = ()
     left_bytes: int | None = None
     pipeline: Pipeline | None = None
     late: int = 0
@@ -99,7 +99,7 @@ def model_context(
         given = pytree.tree_leaves(calls[model])
         others += [x for x in given if isinstance(x, torch.Tensor)]
     beside = _sharded_memory(model, part, device, runs) or _bucket_memory(calls)
-    around: Around = tuple(ref(x) for x in {id(x): x for x in (*everything, *others)}.values())
+    around: Tensors = tuple(ref(x) for x in {id(x): x for x in (*everything, *others)}.values())
     if pipeline is not None:
         around += (pipeline.buffers,)
     gathered = beside.gathered

@@ -384,7 +384,7 @@ class Placing:
         return self.known[id(whole)][1]
 
 
-def summary_of(
+def summary(
     offers: Sequence[Offer], of_run: Sequence[int], peak_bytes: int, limit_bytes: int, counted: str
 ) -> str:
     """One line for the log."""

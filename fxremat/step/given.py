@@ -15,7 +15,8 @@ from torch.utils import _pytree as pytree
 from fxremat.compat.backward import given_before, saved_before, when_freed
 from fxremat.errors import InfeasibleBudget
 from fxremat.memory.storages import Storages, storages_of, with_gradients, without
-from fxremat.step.graph import Tensors, WaitingRun
+from fxremat.step.graph import WaitingRun
+from fxremat.step.promise import Tensors
 
 References = weakref.WeakValueDictionary[int, torch.Tensor]
 """Tensors by their identity, as long as they live."""

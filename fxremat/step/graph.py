@@ -55,7 +55,7 @@ from fxremat.runtime.unsent_gradients import (
     written_inputs,
 )
 from fxremat.step.description import StepDescription
-from fxremat.step.promise import Promise, RunVersions
+from fxremat.step.promise import Promise, RunVersions, Tensors
 from fxremat.step.versions import Offer, Part, part_on_all_ranks
 from fxremat.version import build
 
@@ -300,8 +300,6 @@ def plan_only(
     return graph.explain()
 
 
-Tensors = Sequence[Callable[[], torch.Tensor | list[torch.Tensor] | None]]
-"""They give tensors that live as long as others want, and None where these are gone."""
 Place = tuple[int, int | None]
 """Of a graph: its frame, and the compilation of that."""
 
@@ -341,8 +339,6 @@ class SharingGraph(Protocol):
 
     @property
     def place(self) -> Place: ...
-    @property
-    def given(self) -> frozenset[int]: ...
     @property
     def around(self) -> Tensors: ...
     @property

@@ -14,7 +14,7 @@ from fxremat.compat.configuration import cache_directory, caches_disabled
 from fxremat.disk_cache import Answers, Question
 
 Compiled = Callable[..., Any]
-Around = tuple[Callable[[], torch.Tensor | list[torch.Tensor] | None], ...]
+Tensors = tuple[Callable[[], torch.Tensor | list[torch.Tensor] | None], ...]
 """They give tensors that live as long as others want, and None where these are gone."""
 
 
@@ -38,7 +38,7 @@ class Promise:
     reserve_bytes: int
     saved_bytes: int
     unseen_bytes: int = 0
-    around: Around = ()
+    around: Tensors = ()
     left_bytes: int | None = None
     counts_reserved: bool = False
 

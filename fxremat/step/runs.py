@@ -10,10 +10,11 @@ leave. Where the budget counts reserved bytes, the events of the step are replay
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -33,21 +34,15 @@ from fxremat.report.report import Report
 from fxremat.runtime.accumulation import living_gradients
 from fxremat.sizes import format_bytes
 from fxremat.step.context import Surroundings, first_description
-from fxremat.step.description import (
-    LeastVersions,
-    Placing,
-    StepDescription,
-    lowest_ways,
-    summary_of,
-)
-from fxremat.step.graph import CompiledVersion, Graph, NoBackward, Place, Role, Taken, Tensors
+from fxremat.step.description import LeastVersions, Placing, StepDescription, lowest_ways, summary
+from fxremat.step.graph import CompiledVersion, Graph, NoBackward, Place, Role, Taken
 from fxremat.step.promise import (
-    Compiled,
     MadeVersions,
     Observed,
     Promise,
     PromisedVersion,
     RunVersions,
+    Tensors,
 )
 from fxremat.step.versions import Offer, Part, version_in, version_refused, with_compiled
 
@@ -72,7 +67,7 @@ class GraphInStep:
     taken: Taken = field(default_factory=Taken)
     known: dict[Request, CompiledVersion] = field(default_factory=dict)
     looked: Part | None = None
-    call: Compiled | None = None
+    call: Callable[..., Any] | None = None
     observed: Observed = field(default_factory=Observed)
     placing: Placing = field(default_factory=Placing)
 
@@ -91,8 +86,7 @@ class GraphInStep:
         if together and self.request.budget.limit is not None and self.graph.needs_gradients:
             with suppress(NoBackward):
                 found = self.compiled_for(count)
-                if self.goes_on:
-                    self.where.scope.plan_next_step()
+                self.where.scope.due |= self.goes_on
                 return found
         return self._alone()
 
@@ -130,11 +124,6 @@ class GraphInStep:
         if alone is None:
             alone = device == "cuda" and not (self.where.follow or self.where.neighbours.graphs)
         return self.placing.of_one_run(device) if alone and not self.sharded else NOWHERE
-
-    @property
-    def given(self) -> frozenset[int]:
-        """Addresses of the storages that it was compiled for."""
-        return self.where.given
 
     @property
     def around(self) -> Tensors:
@@ -281,7 +270,7 @@ class GraphInStep:
             forget_frames(refused)
             request = request.with_budget(held=request.budget.held - missing, optimizer_step=0)
             version = self.graph.compile(request)
-            self.where.scope.plan_next_step()
+            self.where.scope.due = True
         self.known[request] = version
         report = version.report
         if report is None or request.budget.limit is None:
@@ -289,7 +278,8 @@ class GraphInStep:
             return None
         self.taken.count, self.placing.run = 1, report.events
         self.where.scope.own.share(report.memory.own, request.budget.allocator)
-        promised = self.promised(version, request, missing=missing)
+        promised = self.promised(version, request)
+        promised = replace(promised, promise=replace(promised.promise, left_bytes=missing or None))
         own, late = promised.promise.peak_bytes, self.where.context.late
         self.taken.saved_bytes, self.taken.own_peak_bytes = report.saved_bytes, own
         found = RunVersions((promised,), (0,), own, request.budget.held - late + own)
@@ -300,7 +290,7 @@ class GraphInStep:
         scope, waiting = self.where.scope, self.where.scope.waiting.values()
         self.part()
         scope.given.see_eager(self.graph.inputs, self.around, waiting, self.where.device)
-        if (described := scope.describe_with(self)) is None:
+        if (described := scope.describe_with(self, self.where.given)) is None:
             return refused.minimum_bytes or 0
         described.offer_compiled()
         more = version_refused(self.graph.plan, self.request, refused)
@@ -424,10 +414,8 @@ class GraphInStep:
 
     def _reserved(self, described: StepDescription, chosen: Sequence[int]) -> Reserved | None:
         """What the allocator takes for the whole step; None where that is not known."""
-        settings = self.request.budget.allocator
-        if self.request.budget.metric != "reserved" or settings is None or not self._knows_whole:
-            return None
-        return described.reserved(chosen, settings)
+        settings = self.request.budget.counted_allocator if self._knows_whole else None
+        return None if settings is None else described.reserved(chosen, settings)
 
     @property
     def _knows_whole(self) -> bool:
@@ -446,7 +434,7 @@ class GraphInStep:
         kept, of_run = tuple(offers[k] for k in made), tuple(list(made).index(k) for k in mine)
         described.parts[self.role.index] = replace(described.parts[self.role.index], offers=kept)
         peak, counted = found.nbytes, "reserved" if found.is_reserved else "allocated"
-        log.info("%s", summary_of(kept, of_run, peak, self.request.budget.for_step, counted))
+        log.info("%s", summary(kept, of_run, peak, self.request.budget.for_step, counted))
         late = self.where.context.late if self.role.described is None else 0
         at_place = described.settle(self.role.index, of_run)
         self.placing.described = described
@@ -473,13 +461,9 @@ class GraphInStep:
         return self.promised(self.known[request], request, own)
 
     def promised(
-        self,
-        version: CompiledVersion,
-        request: Request,
-        own: Interface | None = None,
-        missing: int = 0,
+        self, version: CompiledVersion, request: Request, own: Interface | None = None
     ) -> PromisedVersion:
-        """A version with what was promised of it; those that wait leave ``missing`` bytes too few.
+        """A version with what was promised of it.
 
         Of several runs, each with ``own`` inputs, parameters count as part of what lies around.
         """
@@ -505,7 +489,6 @@ class GraphInStep:
             saved_bytes=report.saved_bytes,
             unseen_bytes=self.unseen_bytes,
             around=around,
-            left_bytes=missing or None,
             counts_reserved=request.budget.metric == "reserved",
         )
         return PromisedVersion(version.call, promise)

@@ -45,10 +45,9 @@ from fxremat.step.graph import (
     Recorded,
     Role,
     SharingGraph,
-    Tensors,
     WaitingRun,
 )
-from fxremat.step.promise import Promise, Warned
+from fxremat.step.promise import Promise, Tensors, Warned
 from fxremat.step.versions import Part, Planner
 
 log = logging.getLogger(__name__)
@@ -170,16 +169,15 @@ class BudgetScope:
 
     # -- steps as they have run --------------------------------------------------------------
 
-    def plan_next_step(self) -> None:
-        """Have all graphs planned together from the next step on."""
-        self.due = True
+    def describe_with(self, graph: SharingGraph, given: frozenset[int]) -> StepDescription | None:
+        """The step of the runs that wait now and one of ``graph``, with all that they offer.
 
-    def describe_with(self, graph: SharingGraph) -> StepDescription | None:
-        """The step of the runs that wait now and one of ``graph``, with all that they offer."""
+        The latter is ``given`` the storages at these addresses.
+        """
         waiting = [one for one in self.waiting.values() if one.graph is not None]
         runs = [(one.graph, one.place) for one in waiting if one.graph is not None]
-        pairs = zip(waiting, [*(one.given for one in waiting[1:]), graph.given], strict=True)
-        kept = [k for k, (one, given) in enumerate(pairs) if not one.results & given]
+        pairs = zip(waiting, [*(one.given for one in waiting[1:]), given], strict=True)
+        kept = [k for k, (one, taken) in enumerate(pairs) if not one.results & taken]
         runs.append((graph, 0))
         held = [len(runs) - 1]  # what nobody is given yet, others may hold
         trained = [*(one.weights for one in waiting), {}]
@@ -341,18 +339,17 @@ class BudgetScope:
     def end(self, promise: Promise) -> None:
         """A backward has ended; if no forward waits, the step does when that backward returns."""
         if not self.is_under_way and self.watch is not None:
-            when_backward_returns(partial(self._ended, promise))
+            when_backward_returns(partial(self._ended, self.watch, promise))
 
-    def _ended(self, promise: Promise) -> None:
+    def _ended(self, watch: StepWatch, promise: Promise) -> None:
         """A step has ended, and may have taken too much."""
-        assert self.watch is not None
-        exceeded = self.watch.end(promise.graph, self.saved_bytes, promise.unseen_bytes)
+        exceeded = watch.end(promise.graph, self.saved_bytes, promise.unseen_bytes)
         if exceeded is not None:
-            exceeded.again = self._set_aside(exceeded)
+            exceeded.again = self._set_aside(watch, exceeded)
             log.warning("%s", exceeded)
             warnings.warn(exceeded, stacklevel=4)
 
-    def _set_aside(self, exceeded: BudgetExceeded) -> bool:
+    def _set_aside(self, watch: StepWatch, exceeded: BudgetExceeded) -> bool:
         """Have all graphs planned again for what a step was seen to take; whether they are.
 
         At first what nobody had counted is taken to be there while all runs wait, as a loss is;
@@ -365,8 +362,7 @@ class BudgetScope:
         if self.warned.planned_again:
             between, held = 0, exceeded.taken_bytes - exceeded.budget_bytes
         self._set_all_aside(between, held)
-        assert self.watch is not None
-        self.watch.look_again()
+        watch.look_again()
         self.warned.planned_again += 1
         return True
 
