@@ -185,18 +185,14 @@ class StepRecorder:
 
     def _stand_in(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """The backend: notes the graph, and gives what stands in for it."""
-        signature = session.signature(gm, inputs)
-        known = [k for k, one in enumerate(self.graphs) if one.signature == signature]
-        if not known:
+        signatures = [one.signature for one in self.graphs]
+        if (signature := session.signature(gm, inputs)) not in signatures:
             graph = Graph(None, copy_module(gm), inputs, self.options, None)
             taken = self.course.taken.setdefault(current_compilation()[0], set())
             self.graphs.append(RecordedGraph(graph, signature, taken))
-        index = known[0] if known else len(self.graphs) - 1
-
-        def run(*args: Any) -> Any:
-            return self._forward(index, gm, args)
-
-        return run
+            signatures.append(signature)
+        index = signatures.index(signature)
+        return lambda *args: self._forward(index, gm, args)
 
     def _forward(self, index: int, gm: fx.GraphModule, args: tuple[Any, ...]) -> Any:
         """Run the forward of a graph; the results stand in for its own."""
@@ -207,27 +203,23 @@ class StepRecorder:
             self.paused = outer
         given = {storage_key(x) for x in args if isinstance(x, torch.Tensor)}
         flat, shape = pytree.tree_flatten(shown)
-        made = [
-            k for k, x in enumerate(flat)
-            if isinstance(x, torch.Tensor) and storage_key(x) not in given
-        ]  # fmt: skip
+        tensors = [(k, x) for k, x in enumerate(flat) if isinstance(x, torch.Tensor)]
+        made = [k for k, x in tensors if storage_key(x) not in given]
         if not torch.is_grad_enabled() or not any(flat[k].requires_grad for k in made):
             self.see(shown)  # it saves nothing: as if it were not compiled
             return shown
         place, run = self._run_of(index)
-        tensors = [x for x in args if isinstance(x, torch.Tensor)]
+        inputs = [x for x in args if isinstance(x, torch.Tensor)]
         self._between()
         if self.counts:  # the parameters of the next part are gathered ahead
-            gathered = self.gathered_bytes(tensors)
-            self.course.note(self.meter.current + 2 * gathered, run)
-        likes = [(flat[k].shape, flat[k].stride(), flat[k].dtype, flat[k].device,
-                  flat[k].requires_grad) for k in made]  # fmt: skip
-        del shown
+            self.course.note(self.meter.current + 2 * self.gathered_bytes(inputs), run)
+        likes = [(*_like(flat[k]), flat[k].requires_grad) for k in made]
+        del shown, tensors
         for k in made:
             flat[k] = None
-        inputs = self._names(tensors)
-        with self._made_by(lambda made: Forward(run, inputs, made)):
-            results = _StandIn.apply(self, index, place, likes, *tensors)  # type: ignore[no-untyped-call]
+        names = self._names(inputs)
+        with self._made_by(lambda made: Forward(run, names, made)):
+            results = _StandIn.apply(self, index, place, likes, *inputs)  # type: ignore[no-untyped-call]
         self.course.waiting.append(run)
         for k, result in zip(made, results, strict=True):
             flat[k] = result
@@ -313,9 +305,7 @@ class _StandIn(torch.autograd.Function):
     ) -> Any:
         ctx.recorder, ctx.run = recorder, (index, place, recorder.gathered_bytes(tensors))
         ctx.held = [x for x in tensors if not x.requires_grad]
-        ctx.gradients = [
-            (x.shape, x.stride(), x.dtype, x.device) if x.requires_grad else None for x in tensors
-        ]
+        ctx.gradients = [_like(x) if x.requires_grad else None for x in tensors]
         ctx.parts = [recorder.shards.by_storage.get(storage_key(x)) for x in tensors]
         made = tuple(_empty(like[:4]) for like in likes)
         ctx.mark_non_differentiable(
@@ -334,6 +324,11 @@ class _StandIn(torch.autograd.Function):
             shards.made = None
         recorder.meter.peak = recorder.meter.current
         return (None, None, None, None, *made)
+
+
+def _like(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What `_empty` makes another one of."""
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 def _empty(like: Any) -> torch.Tensor:
