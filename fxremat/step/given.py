@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from fxremat.compat.backward import given_before, saved_before, when_freed
 from fxremat.errors import InfeasibleBudget
-from fxremat.memory.storages import Storages, storages_of, with_gradients, without
+from fxremat.memory.storages import Storages, storages_of, without
 from fxremat.step.graph import WaitingRun
 from fxremat.step.promise import Tensors
 
@@ -119,18 +119,6 @@ class Given:
     def weights(self) -> list[torch.Tensor]:
         """All parameters that live."""
         return list(self.parameters.values())
-
-    def batches(self) -> list[torch.Tensor]:
-        """All else that lives of what graphs were given."""
-        return list(self.batch.values())
-
-    def behind(self) -> list[torch.Tensor]:
-        """All that lives of what code behind the graphs has read."""
-        return list(self.read_behind.values())
-
-    def resident(self, device: torch.device) -> Storages:
-        """The parameters, and the gradients that they have."""
-        return with_gradients(self.weights(), device)
 
     def coming_bytes(self, own: Storages, device: torch.device) -> int:
         """Of the gradients that those expected will have, unless they are a graph's ``own``."""

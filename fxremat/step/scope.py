@@ -127,7 +127,7 @@ class BudgetScope:
         resident = self.resident_beside(own, device, models=not around)
         known = {**own, **resident}
         counted = {key for one in self.waiting.values() if one not in runs for key in one.given}
-        batch = without(storages_of(self.given.batches(), device), known.keys() | counted)
+        batch = without(storages_of(self.given.batch.values(), device), known.keys() | counted)
         held = sum(without(waiting, known.keys() | batch.keys()).values())
         for graph in distinct:  # of runs that are still to come, as micro-batches are
             missing = graph.taken.count - graphs.count(graph)
@@ -144,7 +144,7 @@ class BudgetScope:
     ) -> Storages:
         """Parameters of all graphs with their gradients, and all else that is known of their
         ``models``, unless a graph counts what lies around it itself."""
-        found = self.given.resident(device)
+        found = with_gradients(self.given.weights(), device)
         for graph in self.graphs if models else ():
             found |= storages_of(_alive(graph.around), device)
         return without(found, own)
@@ -262,14 +262,14 @@ class BudgetScope:
             self.watch = StepWatch(device, budget, promise.counts_reserved, self._compilations)
         if not self.is_under_way and not self.watch.is_over:
             around = pytree.tree_leaves([each() for each in promise.around])
-            known = [*args, *around, *self.given.weights(), *self.given.batches()]
+            known = [*args, *around, *self.given.weights(), *self.given.batch.values()]
             resident, arena = with_gradients(known, promise.device), self.own.arena
-            more = with_gradients(self.given.behind(), promise.device)
+            more = with_gradients(self.given.read_behind.values(), promise.device)
             unplanned = sum(without(more, resident).values())
             if arena is not None:
                 resident = {k: n for k, n in resident.items() if not arena.holds(k)}
                 resident[arena.address] = arena.nbytes
-            weights, self.saved_bytes = [*self.given.weights(), *self.given.behind()], 0
+            weights, self.saved_bytes = [*self.given.weights(), *self.given.read_behind.values()], 0
             states = optimizer_memory(None, weights, promise.device)
             self.watch.begin(sum(resident.values()) + states.states - states.missing, unplanned)
 
@@ -386,22 +386,17 @@ class BudgetScope:
             self.order.append(forward)
         weakref.finalize(node, self._leaves, key, run)
         when_freed(node, partial(self._leaves, key, run))
-        self.saved_bytes = max(self.saved_bytes, self._planned()[1] + run.returned_bytes)
+        number, nbytes = len(waiting), sum(one.promise.saved_bytes for one in [*waiting.values()])
+        self.saved_bytes = max(self.saved_bytes, nbytes + run.returned_bytes)
         if self.watch is not None:
             self.watch.promised = max(self.watch.promised, run.runs.step_peak_bytes)
-        if len(waiting) == 1:
-            if self.warned.anew:
-                known = self.warned
-                self.warned = Warned(planned_again=known.planned_again, looked=known.looked)
-            return None
-        if self.warned.anew:
-            return None
-        number, nbytes = self._planned()
         runs, most = self.warned.most
-        if number <= runs and nbytes <= most:
-            return None
-        self.warned.most = max(number, runs), max(nbytes, most)
-        return self._compare(run, own)
+        if number == 1 and self.warned.anew:
+            self.warned = replace(self.warned, most=(1, 0), runs=1, anew=False)
+        elif number > 1 and not self.warned.anew and (number > runs or nbytes > most):
+            self.warned.most = max(number, runs), max(nbytes, most)
+            return self._compare(run, own)
+        return None
 
     def _leaves(self, key: int, run: WaitingRun) -> None:
         """A run goes backward, or its graph is gone."""
@@ -438,17 +433,13 @@ class BudgetScope:
     def _is_recorded(self, run: WaitingRun) -> bool:
         return run.graph is not None and self.records
 
-    def _planned(self) -> tuple[int, int]:
-        runs = list(self.waiting.values())
-        return len(runs), sum(run.promise.saved_bytes for run in runs)
-
     def _compare(self, run: WaitingRun, own: Iterable[object]) -> PromiseBroken | None:
         """The warning if its backward will exceed the budget, for what others hold."""
         promise, number = run.promise, len(self.waiting)
         around = pytree.tree_leaves([each() for each in promise.around])
         counted = storages_of(around, promise.device)
         if run.graph is not None:  # counted when it was planned
-            counted |= storages_of(self.given.batches(), promise.device)
+            counted |= storages_of(self.given.batch.values(), promise.device)
             counted |= self.resident_beside({}, promise.device)
         known = without({**storages_of(own, promise.device), **run.saved()}, counted)
         waiting = list(self.waiting.values())
