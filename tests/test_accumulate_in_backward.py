@@ -224,7 +224,7 @@ def test_grads_that_share_memory(early: Early) -> None:
     def parts(model: Any) -> None:
         flat = torch.zeros(sum(p.numel() for p in model.parameters()))
         sizes = [p.numel() for p in model.parameters()]
-        for parameter, part in zip(model.parameters(), flat.split(sizes), strict=True):
+        for parameter, part in zip(model.parameters(), torch.split(flat, sizes), strict=True):
             parameter.grad = part.view_as(parameter)
 
     check_same(LAYERS, prepare=parts)

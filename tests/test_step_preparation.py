@@ -19,32 +19,31 @@ from tests.graphs import Net
 from tests.small import Block
 
 QUICK: dict[str, Any] = {"executor": "aot_eager", "solver": "greedy", "variants": "none"}
+PLAIN: dict[str, Any] = {"backend": "aot_eager"}
 WORDS = 600
 
 
 pytestmark = pytest.mark.usefixtures("fresh")
 
 
-class Language(nn.Module):
+def language(depth: int = 6, width: int = 64, wide: int = 0) -> Net:
     """Embedding, blocks of one or two widths, and a head that is large beside them."""
 
-    def __init__(self, depth: int = 6, width: int = 64, wide: int = 0) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(WORDS, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
-        self.widen = nn.Linear(width, 2 * width) if wide else nn.Identity()
-        self.wide = nn.ModuleList(Block(2 * width) for _ in range(wide))
-        self.head = nn.Linear(2 * width if wide else width, WORDS)
+    def forward(net: Any, tokens: Tensor) -> Any:
+        x = net.embedding(tokens)
+        for part in (*net.blocks, net.widen, *net.wide):
+            x = part(x)
+        return net.head(x)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
-        x = self.widen(x)
-        for block in self.wide:
-            x = block(x)
-        logits: Tensor = self.head(x)
-        return logits
+    last = 2 * width if wide else width
+    return Net(
+        forward,
+        embedding=nn.Embedding(WORDS, width),
+        blocks=nn.ModuleList(Block(width) for _ in range(depth)),
+        widen=nn.Linear(width, last) if wide else nn.Identity(),
+        wide=nn.ModuleList(Block(last) for _ in range(wide)),
+        head=nn.Linear(last, WORDS),
+    )
 
 
 def loss_of(logits: Tensor) -> Tensor:
@@ -52,15 +51,9 @@ def loss_of(logits: Tensor) -> Tensor:
     return logits.flatten(0, 1).logsumexp(1).mean() - logits[..., 0].mean()
 
 
-class WithLoss(nn.Module):
+def with_loss(**given: Any) -> Net:
     """The same, with the loss inside."""
-
-    def __init__(self, **given: Any) -> None:
-        super().__init__()
-        self.model = Language(**given)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return loss_of(self.model(tokens))
+    return Net(lambda net, tokens: loss_of(net.model(tokens)), model=language(**given))
 
 
 def gradients_of(model: nn.Module) -> list[Tensor | None]:
@@ -73,15 +66,14 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
 def compile_blocks(model: nn.Module) -> None:
     for block in blocks_of(model):
-        block.compile(backend="aot_eager")
+        block.compile(**PLAIN)
 
 
 def wrap_blocks(model: nn.Module) -> None:
     for module in list(model.modules()):
         if isinstance(module, nn.ModuleList):
             for name, block in list(module._modules.items()):
-                assert block is not None
-                wrapped: Any = torch.compile(block, backend="aot_eager")
+                wrapped: Any = torch.compile(block, **PLAIN)
                 module._modules[name] = wrapped
 
 
@@ -95,7 +87,7 @@ class Case:
     def __init__(self, compile_parts: Callable[[nn.Module], None], *, inside: bool, wide: int = 0):
         torch.manual_seed(0)
         size = {"wide": wide, "depth": 2 if compile_parts is compile_nothing else 6}
-        self.model: nn.Module = WithLoss(**size) if inside else Language(**size)
+        self.model = with_loss(**size) if inside else language(**size)
         self.loss = None if inside else loss_of
         self.tokens = torch.randint(WORDS, (4, 64))
         self.step()
@@ -237,7 +229,7 @@ def test_the_model_is_left_as_it_was_when_it_is_refused() -> None:
 
 def test_a_model_without_a_loss_is_told_what_to_give() -> None:
     with pytest.raises(fxremat.FxrematError, match="loss="):
-        fxremat.prepare(Language(), torch.zeros(2, 8, dtype=torch.long), memory_budget="1GiB")
+        fxremat.prepare(language(), torch.zeros(2, 8, dtype=torch.long), memory_budget="1GiB")
 
 
 def test_an_object_with_a_loss_is_gone_backward_from() -> None:
@@ -302,12 +294,10 @@ class Looking(Block):
 def test_regions_of_a_model_are_wrapped_and_look_at_tensors() -> None:
     """As those that accelerate compiles: layers of torch too, and code that knows fake tensors."""
 
-    def wrap(model: nn.Module) -> None:
-        assert isinstance(model, WithLoss)
-        language: Any = model.model
-        language.embedding = torch.compile(language.embedding, backend="aot_eager")
-        language.head = torch.compile(language.head, backend="aot_eager")
-        language.blocks = nn.ModuleList(Looking(64) for _ in range(6))
+    def wrap(model: Any) -> None:
+        for name in ("embedding", "head"):
+            setattr(model.model, name, torch.compile(model.model.get_submodule(name), **PLAIN))
+        model.model.blocks = nn.ModuleList(Looking(64) for _ in range(6))
         wrap_blocks(model)
 
     case = Case(wrap, inside=True)
@@ -328,7 +318,7 @@ def test_regions_of_a_model_are_wrapped_and_look_at_tensors() -> None:
 def test_reserved_bytes_of_blocks_on_a_gpu(how: str) -> None:
     """Blocks that are compiled one by one, with fused kernels: at 60 % of what plain reserves."""
     torch.manual_seed(0)
-    model = WithLoss(depth=8, width=1024).cuda().bfloat16()
+    model = with_loss(depth=8, width=1024).cuda().bfloat16()
     tokens = torch.randint(WORDS, (16, 512), device="cuda")
 
     def reserved() -> int:
