@@ -18,6 +18,7 @@ from fxremat.step import context, scope
 from fxremat.step import scope as scopes
 from fxremat.step.description import repeated
 from fxremat.step.versions import Offer, Part, followed_by
+from tests.end_to_end import Steps
 from tests.small import Block, Stack, seeded
 
 pytestmark = pytest.mark.usefixtures("fresh_budgets")
@@ -151,7 +152,7 @@ OPTIONS: dict[str, Any] = {
 }  # fmt: skip
 
 
-class Trained:
+class Trained(Steps):
     """A model, its inputs, and the loss of it compiled within a budget."""
 
     def __init__(self, budget: str = BUDGET) -> None:
@@ -159,14 +160,14 @@ class Trained:
         self.model = nn.Sequential(*(Block(64) for _ in range(4)))
         self.x = torch.randn(1024, 64)
         given = {**OPTIONS, "memory_budget": budget}
+        self.models, self.given = (self.model,), (self.x,)
         self.call: Any = torch.compile(self.loss, backend="fxremat", options=given)
 
     def loss(self, x: Tensor) -> Tensor:
         found: Tensor = self.model(x).square().mean()
         return found
 
-    def step(self) -> None:
-        self.model.zero_grad(set_to_none=True)
+    def run(self) -> None:
         self.call(self.x).backward()
 
     def evaluate(self) -> Tensor:
@@ -174,12 +175,9 @@ class Trained:
             found: Tensor = self.call(self.x)
         return found
 
-    def gradients(self) -> list[Tensor]:
+    def cloned(self) -> list[Tensor]:
+        """The gradients that are there."""
         return [p.grad.clone() for p in self.model.parameters() if p.grad is not None]
-
-    def peak_bytes(self, run: Any) -> int:
-        self.model.zero_grad(set_to_none=True)
-        return fxremat.measure_peak(run, held=(self.model, self.x)).peak_bytes
 
     @property
     def arena(self) -> Arena:
@@ -191,14 +189,14 @@ class Trained:
 def test_the_peak_is_as_predicted_with_the_arena_held() -> None:
     trained = Trained()
     trained.step()
-    first = trained.gradients()
+    first = trained.cloned()
     for _ in range(3):
         trained.step()
-        assert all(map(torch.equal, first, trained.gradients()))
+        assert all(map(torch.equal, first, trained.cloned()))
     assert trained.arena.nbytes > 0
     assert (trained.arena.conflicts, trained.arena.differences, trained.arena.missed) == (0, 0, 0)
     (report,) = fxremat.reports()
-    peaks = [trained.peak_bytes(trained.step) for _ in range(3)]
+    peaks = [trained.peak_bytes() for _ in range(3)]
     assert peaks == [report.predicted_peak_bytes] * 3
 
 
@@ -212,7 +210,7 @@ def test_graphs_of_two_shapes_have_the_arena_in_turn() -> None:
         trained.x = x
         for _ in range(3):
             trained.step()
-        return trained.gradients(), trained.arena.nbytes
+        return trained.cloned(), trained.arena.nbytes
 
     found = [steps(x) for x in (whole, half)]
     (scope,) = scopes._SCOPES.values()
@@ -231,9 +229,9 @@ def test_an_evaluation_has_the_bytes_of_the_arena() -> None:
     trained = Trained()
     for _ in range(3):
         trained.step()
-    before, taken = trained.gradients(), trained.arena.nbytes
+    before, taken = trained.cloned(), trained.arena.nbytes
     block = weakref.ref(trained.arena.block)
-    trained.model.zero_grad(set_to_none=True)
+    trained.forget_gradients()
     trained.evaluate()
     assert block() is None
     assert trained.arena.nbytes == 0
@@ -241,7 +239,7 @@ def test_an_evaluation_has_the_bytes_of_the_arena() -> None:
     assert peak <= fxremat.reports()[-1].predicted_peak_bytes
     trained.step()
     assert trained.arena.nbytes == taken
-    assert all(map(torch.equal, before, trained.gradients()))
+    assert all(map(torch.equal, before, trained.cloned()))
     assert trained.arena.conflicts == 0
 
 
@@ -251,7 +249,7 @@ def test_gradients_that_live_on_are_planned_for_before_the_forward() -> None:
 
     def iteration() -> None:
         trained.step()
-        trained.call(trained.x).backward()
+        trained.run()
 
     iteration()
     reports = fxremat.reports()
@@ -261,9 +259,9 @@ def test_gradients_that_live_on_are_planned_for_before_the_forward() -> None:
     for _ in range(3):
         assert trained.peak_bytes(iteration) <= 6 * 2**20
     assert len(fxremat.reports()) == 2
-    doubled = trained.gradients()
+    doubled = trained.cloned()
     trained.step()
-    for one, two in zip(trained.gradients(), doubled, strict=True):
+    for one, two in zip(trained.cloned(), doubled, strict=True):
         torch.testing.assert_close(2 * one, two)
 
 

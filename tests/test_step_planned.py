@@ -21,6 +21,7 @@ from fxremat.step import graph as step_graph
 from fxremat.step import scope
 from fxremat.step.graph import Graph
 from fxremat.step.versions import Part, part_on_all_ranks
+from tests.end_to_end import Steps
 from tests.graphs import Net
 from tests.ranks import least_named
 from tests.small import Block, Language
@@ -91,12 +92,12 @@ class HeadApart(nn.Module):
 
 
 @dataclass
-class Case:
-    """Models and what they are given; ``run`` makes a step of them as they were compiled."""
+class Case(Steps):
+    """Models and what they are given; ``how`` they run as they were compiled."""
 
     models: Sequence[nn.Module]
     given: Sequence[Tensor]
-    run: Callable[[Sequence[Any], Sequence[Tensor]], Any]
+    how: Callable[[Sequence[Any], Sequence[Tensor]], Any]
     losses: Sequence[Any] = ()
     """Functions that are compiled by themselves."""
     parts: Sequence[nn.Module] = ()
@@ -118,25 +119,8 @@ class Case:
         whole = (*(() if self.parts else self.models), *self.losses)
         self.functions = [torch.compile(one, **how()) for one in whole]
 
-    def again(self) -> None:
-        """A step, to whose gradients those of before are added."""
-        self.run(self.functions, self.given)
-
-    def step(self) -> None:
-        self.forget_gradients()
-        self.again()
-
-    def forget_gradients(self) -> None:
-        for model in self.models:
-            model.zero_grad(set_to_none=True)
-
-    def gradients(self) -> list[Tensor | None]:
-        self.step()
-        return [p.grad for model in self.models for p in model.parameters()]
-
-    def peak_bytes(self) -> int:
-        self.forget_gradients()
-        return fxremat.measure_peak(self.step, held=(*self.models, *self.given)).peak_bytes
+    def run(self) -> None:
+        self.how(self.functions, self.given)
 
     @cached_property
     def plain(self) -> tuple[list[Tensor | None], int]:
@@ -390,7 +374,7 @@ def test_a_plan_stays_where_gradients_of_before_leave_it_too_few_bytes() -> None
     case.gradients()  # they live on under the first step within the budget
     case.compile(least)
     for _ in range(2):
-        case.again()
+        case.run()
     assert case.peak_bytes() <= least
 
 
@@ -401,11 +385,11 @@ def test_gradients_that_live_on_are_planned_for_by_all_graphs() -> None:
     case.compile(budget)
     case.forget_gradients()
     for _ in range(4):  # micro-batches
-        case.again()
+        case.run()
     expected = [4 * gradient for gradient in case.plain[0] if gradient is not None]
     torch.testing.assert_close([p.grad for p in case.models[0].parameters()], expected)
     held = (*case.models, *case.given)
-    measured = fxremat.measure_peak(case.again, held=held).peak_bytes
+    measured = fxremat.measure_peak(case.run, held=held).peak_bytes
     predicted = fxremat.reports()[-1].step_peak_bytes
     assert predicted is not None
     assert measured <= predicted <= budget

@@ -15,6 +15,7 @@ import fxremat
 from fxremat.compile import session
 from fxremat.options import Options
 from fxremat.step import preparation as preparing
+from tests.end_to_end import Steps
 from tests.graphs import Net
 from tests.small import Block
 
@@ -81,7 +82,7 @@ def compile_nothing(model: nn.Module) -> None:
     """`prepare` compiles the whole then."""
 
 
-class Case:
+class Case(Steps):
     """A model, its plain step, what that takes, and the gradients that it gives."""
 
     def __init__(self, compile_parts: Callable[[nn.Module], None], *, inside: bool, wide: int = 0):
@@ -90,25 +91,19 @@ class Case:
         self.model = with_loss(**size) if inside else language(**size)
         self.loss = None if inside else loss_of
         self.tokens = torch.randint(WORDS, (4, 64))
-        self.step()
-        self.gradients = gradients_of(self.model)
+        self.models, self.given = (self.model,), (self.tokens,)
+        self.expected = self.gradients()
         compile_parts(self.model)
         self.step()
         self.plain_peak = self.peak_bytes()
 
-    def step(self) -> None:
-        self.model.zero_grad(set_to_none=True)
+    def run(self) -> None:
         result = self.model(self.tokens)
         (result if self.loss is None else self.loss(result)).backward()
 
-    def peak_bytes(self) -> int:
-        self.step()
-        self.model.zero_grad(set_to_none=True)
-        return fxremat.measure_peak(self.step, held=(self.model, self.tokens)).peak_bytes
-
     def prepare(self, budget: int, **more: Any) -> None:
         torch._dynamo.reset()
-        self.model.zero_grad(set_to_none=True)
+        self.forget_gradients()
         options = {**QUICK, **more}
         fxremat.prepare(
             self.model, self.tokens, loss=self.loss, memory_budget=budget, options=options
@@ -138,8 +133,8 @@ def test_budgets_are_kept_and_gradients_stay(
     assert least is not None
     for budget in (case.plain_peak * 8 // 10, least):
         case.prepare(budget)
+        torch.testing.assert_close(case.gradients(), case.expected)
         case.step()
-        torch.testing.assert_close(gradients_of(case.model), case.gradients)
         assert case.peak_bytes() <= budget
 
 
@@ -149,7 +144,8 @@ def test_blocks_of_two_kinds_share_the_budget() -> None:
     seen, _ = next(iter(session.STATE.seen.values()))
     assert len(seen.parts) == 2
     assert sorted(len(seen.runs_of(part)) for part in range(2)) == [3, 6]
-    case.step()
+    for _ in range(2):
+        case.step()
     assert case.peak_bytes() <= case.plain_peak * 7 // 10
 
 
@@ -206,8 +202,8 @@ def test_blocks_move_what_they_save_to_the_host_where_that_is_faster() -> None:
     case = Case(compile_blocks, inside=True)
     budget = case.plain_peak * 7 // 10
     case.prepare(budget, solver="auto", offload=True, host_bandwidth="400GB/s")
+    torch.testing.assert_close(case.gradients(), case.expected)
     case.step()
-    torch.testing.assert_close(gradients_of(case.model), case.gradients)
     measured, reports = case.peak_bytes(), fxremat.reports()
     assert measured <= budget
     assert measured == pytest.approx(reports[-1].step_peak_bytes, rel=0.01)
@@ -279,8 +275,7 @@ def test_more_runs_than_were_seen_are_planned_again() -> None:
     losses = [case.model(case.tokens) for _ in range(4)]
     for loss in losses:
         loss.backward()
-    case.step()
-    torch.testing.assert_close(gradients_of(case.model), case.gradients)
+    torch.testing.assert_close(case.gradients(), case.expected)
 
 
 class Looking(Block):
@@ -301,14 +296,13 @@ def test_regions_of_a_model_are_wrapped_and_look_at_tensors() -> None:
         wrap_blocks(model)
 
     case = Case(wrap, inside=True)
-    case.step()
-    expected = [None if p.grad is None else p.grad.clone() for p in case.model.parameters()]
+    expected = case.gradients()
     budget = case.plain_peak * 7 // 10
     case.prepare(budget)
     (seen, _), *_ = session.STATE.seen.values()
     assert sorted(len(seen.runs_of(part)) for part in range(len(seen.parts))) == [1, 1, 6]
+    torch.testing.assert_close(case.gradients(), expected)
     case.step()
-    torch.testing.assert_close(gradients_of(case.model), expected)
     assert case.peak_bytes() <= budget
     assert len(fxremat.reports()) <= 4
 
