@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import fxremat
 from fxremat.step import scope
 from fxremat.step.in_flight import watch_in_flight
-from fxremat.step.promise import Promise, PromisedVersion, RunVersions
+from fxremat.step.promise import Promise, RunVersions
 from tests.end_to_end import measured, step, warned
 from tests.ranks import least_named
 from tests.small import Chain
@@ -160,10 +160,10 @@ def exponential(x: Tensor) -> Tensor:
     return x.exp()
 
 
-def alone(compiled: Callable[..., Any], promise: Promise) -> Callable[..., Any]:
+def alone(promise: Promise) -> Callable[..., Any]:
     """A graph of one version, which is planned to run by itself."""
-    peak, one = promise.peak_bytes, PromisedVersion(compiled, promise)
-    return watch_in_flight(RunVersions((one,), (0,), peak, peak), scope.scope_of(HOST, 40 * KIB))
+    runs = RunVersions((promise,), (0,), promise.peak_bytes, promise.peak_bytes)
+    return watch_in_flight(runs, scope.scope_of(HOST, 40 * KIB))
 
 
 def watched(
@@ -175,8 +175,8 @@ def watched(
     x = torch.linspace(0, 1, saved_bytes // 4, requires_grad=True)
 
     def backend(gm: Any, inputs: Any) -> Callable[..., Any]:
-        promise = Promise("the graph", HOST, 40 * KIB, peak_bytes, 0, 0, saved_bytes)
-        return alone(torch._dynamo.lookup_backend("aot_eager")(gm, inputs), promise)
+        made = torch._dynamo.lookup_backend("aot_eager")(gm, inputs)
+        return alone(Promise(made, "the graph", HOST, 40 * KIB, peak_bytes, 0, 0, saved_bytes))
 
     return torch.compile(forward, backend=backend), x
 
@@ -345,8 +345,7 @@ class Tagged(Tensor):
 def test_subclasses_are_left_alone() -> None:
     x = torch.ones(4, requires_grad=True).sin()
     result = torch.ones(4, requires_grad=True).as_subclass(Tagged)
-    promise = Promise("the graph", HOST, 1, 1, 0, 0, 1)
-    call = alone(lambda y: [result], promise)
+    call = alone(Promise(lambda y: [result], "the graph", HOST, 1, 1, 0, 0, 1))
     before = Tagged.seen
     assert call(x)[0] is result
     assert Tagged.seen == before
@@ -359,7 +358,7 @@ def test_attributes_of_the_compiled_function_are_kept() -> None:
 
     compiled.serialize = 1  # type: ignore[attr-defined]
     compiled._torchdynamo_orig_callable = 2  # type: ignore[attr-defined]
-    call = alone(compiled, Promise("the graph", HOST, 1, 1, 0, 0, 1))
+    call = alone(Promise(compiled, "the graph", HOST, 1, 1, 0, 0, 1))
     assert vars(call) == {"serialize": 1}
 
 

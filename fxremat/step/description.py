@@ -31,7 +31,7 @@ from fxremat.errors import InfeasibleBudget, forget_frames
 from fxremat.memory.allocator_settings import AllocatorSettings
 from fxremat.memory.composed_steps import repeated_outside
 from fxremat.memory.layout import arrange
-from fxremat.memory.reserved_bytes import ALONE, Reserved, order_of, reserved_by_step
+from fxremat.memory.reserved_bytes import Reserved, order_of, reserved_by_step
 from fxremat.planner import step_versions as planner
 from fxremat.sizes import format_bytes
 from fxremat.step.versions import Offer, Part, Planner, followed_by
@@ -64,6 +64,8 @@ class StepDescription:
     """Whether the points have what was seen between the halves."""
     layouts: dict[tuple[int, ...], StepLayout] = field(default_factory=dict)
     """By the versions of all runs."""
+    layouts_of: dict[tuple[int, int], StepLayout] = field(default_factory=dict)
+    """Of each part, by that and the identity of the layout of all."""
 
     def reserved(self, chosen: Sequence[int], settings: AllocatorSettings) -> Reserved | None:
         """What the step takes of the allocator; None where a version is not known so well.
@@ -93,6 +95,21 @@ class StepDescription:
             found = arrange(runs, order_of(outside), device, outside=outside)
             self.layouts[key] = found.layout
         return self.layouts[key]
+
+    def layout_of(self, part: int, device: str) -> StepLayout:
+        """Of the runs of a part, by their places; nowhere as long as the step is not known.
+
+        The same layout is the same object, until another one is due.
+        """
+        whole = self.layout(device)
+        if whole is None:
+            return NOWHERE
+        if (part, id(whole)) not in self.layouts_of:
+            of_place = {self.place_of[run]: run for run in self.runs_of(part)}
+            places = (of_place.get(place) for place in range(max(of_place) + 1))
+            runs = tuple(RunLayout() if run is None else whole.runs[run] for run in places)
+            self.layouts_of[part, id(whole)] = StepLayout(runs, whole.arena_bytes)
+        return self.layouts_of[part, id(whole)]
 
     def offer(self, part: int, offers: Iterable[Offer]) -> None:
         """From now on the part offers these versions."""
@@ -347,41 +364,6 @@ def repeated_step(
         outside=None if either_order or before else outside_of,
         followers_given=followers_given,
     )
-
-
-@dataclass
-class Placing:
-    """What is known of a graph: the ``run`` of one that is alone, or the step as ``described``.
-
-    The same layout is the same object, until another one is due. ``known`` has those that were
-    asked for, by what they were made of.
-    """
-
-    run: RunEvents | None = None
-    described: StepDescription | None = None
-    known: dict[int, tuple[object, StepLayout]] = field(default_factory=dict)
-
-    def of_one_run(self, device: str) -> StepLayout:
-        """Of a step in which the graph runs by itself, on a ``device`` of this type."""
-        if self.run is None:
-            return NOWHERE
-        if id(self.run) not in self.known:
-            self.known = {id(self.run): (self.run, arrange([self.run], ALONE, device).layout)}
-        return self.known[id(self.run)][1]
-
-    def of_part(self, described: StepDescription, index: int, device: str) -> StepLayout:
-        """Of the runs of a part, by their places; nowhere as long as the step is not known."""
-        whole = described.layout(device)
-        if whole is None:
-            return NOWHERE
-        if id(whole) not in self.known:
-            of_place = {described.place_of[run]: run for run in described.runs_of(index)}
-            runs = tuple(
-                whole.runs[of_place[place]] if place in of_place else RunLayout()
-                for place in range(max(of_place) + 1)
-            )
-            self.known = {id(whole): (whole, StepLayout(runs, whole.arena_bytes))}
-        return self.known[id(whole)][1]
 
 
 def summary(

@@ -95,7 +95,7 @@ class _WatchedRuns:
             return self.runs.of_run(scope.free_place(self.frame)).call(*args)
         scope.step_begins()
         if scope.records and not (self.graph is not None and self.graph.sharded):
-            known = self.runs.versions[0].promise
+            known = self.runs.versions[0]
             scope.given.note(args)
             scope.given.see_eager(args, known.around, scope.waiting.values(), known.device)
         if self.apart is not None and self.scope.last and not self.is_pinned:
@@ -103,8 +103,7 @@ class _WatchedRuns:
         if self.graph is not None and not self.is_pinned:
             self.runs = self.graph.renewed(args) or self.runs
         place, before = scope.free_place(self.frame), autograd_position()
-        one = self.runs.of_run(place)
-        promise = one.promise
+        promise = self.runs.of_run(place)
         scope.begin(promise, args)
         placed = self.placed_run(place, promise.device)
         if not scope.waiting:
@@ -113,7 +112,7 @@ class _WatchedRuns:
             scope.own.arena.move(scope.own.to_move, None if placed is None else placed.backward)
             scope.own.to_move = []
         with places_of_forward(None if placed is None else placed.forward):
-            results = one.call(*args)
+            results = promise.call(*args)
         whole = node_of_results(results, before)
         if placed is not None:
             set_places_of_backward(whole, placed.backward)

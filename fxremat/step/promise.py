@@ -20,7 +20,7 @@ Tensors = tuple[Callable[[], torch.Tensor | list[torch.Tensor] | None], ...]
 
 @dataclass(frozen=True)
 class Promise:
-    """What was promised of one compiled graph; what ends in bytes is on its device.
+    """A compiled graph, and what was promised of it; what ends in bytes is on its device.
 
     ``peak_bytes`` is the peak predicted for the graph by itself, with its inputs, and with
     fragmentation where the budget counts reserved bytes. Besides, ``held_bytes`` of the budget are
@@ -30,6 +30,7 @@ class Promise:
     leave it ``left_bytes`` more, None: they need not.
     """
 
+    call: Compiled
     graph: str
     device: torch.device
     budget_bytes: int
@@ -54,14 +55,6 @@ class Promise:
 
 
 @dataclass(frozen=True)
-class PromisedVersion:
-    """A compiled graph, and what was promised of it."""
-
-    call: Compiled
-    promise: Promise
-
-
-@dataclass(frozen=True)
 class RunVersions:
     """The versions of a graph, and which one each of its runs takes that wait at once.
 
@@ -70,13 +63,13 @@ class RunVersions:
     of the time. ``parts`` say what the planner knows of the run at each place, where it knows that.
     """
 
-    versions: tuple[PromisedVersion, ...]
+    versions: tuple[Promise, ...]
     version_of_run: tuple[int, ...]
     peak_bytes: int
     step_peak_bytes: int
     parts: tuple[Any, ...] = ()
 
-    def of_run(self, place: int) -> PromisedVersion:
+    def of_run(self, place: int) -> Promise:
         """The version of the run at a place among those that wait."""
         return self.versions[self.version_of_run[min(place, len(self.version_of_run) - 1)]]
 
@@ -88,7 +81,7 @@ class MadeVersions:
     It is what the budget counts: bytes that are reserved, where these are counted and known.
     """
 
-    compiled: dict[int, PromisedVersion]
+    compiled: dict[int, Promise]
     of_run: list[int]
     nbytes: int
     is_reserved: bool

@@ -22,11 +22,13 @@ from fxremat.compat.ranks import is_a_rank
 from fxremat.compile import session
 from fxremat.compile.constants import DRY_RUNS
 from fxremat.compile.request import Request
+from fxremat.core.events import RunEvents
 from fxremat.core.layout import NOWHERE, StepLayout
 from fxremat.core.step import Interface
 from fxremat.errors import InfeasibleBudget, forget_frames
+from fxremat.memory.layout import arrange
 from fxremat.memory.optimizers import optimizer_memory
-from fxremat.memory.reserved_bytes import Reserved
+from fxremat.memory.reserved_bytes import ALONE, Reserved
 from fxremat.memory.storages import storage_bytes
 from fxremat.planner import step_versions as planner
 from fxremat.report.files import write_report
@@ -34,16 +36,9 @@ from fxremat.report.report import Report
 from fxremat.runtime.accumulation import living_gradients
 from fxremat.sizes import format_bytes
 from fxremat.step.context import Surroundings, first_description
-from fxremat.step.description import LeastVersions, Placing, StepDescription, lowest_ways, summary
+from fxremat.step.description import LeastVersions, StepDescription, lowest_ways, summary
 from fxremat.step.graph import CompiledVersion, Graph, NoBackward, Place, Role, Taken
-from fxremat.step.promise import (
-    MadeVersions,
-    Observed,
-    Promise,
-    PromisedVersion,
-    RunVersions,
-    Tensors,
-)
+from fxremat.step.promise import MadeVersions, Observed, Promise, RunVersions, Tensors
 from fxremat.step.versions import Offer, Part, version_in, version_refused, with_compiled
 
 log = logging.getLogger(__name__)
@@ -57,7 +52,8 @@ class GraphInStep:
     ``role`` and what its runs have ``taken`` change when the step is planned anew. ``known`` are
     the versions that were compiled, ``looked`` is what it offers as a part of a step, and ``call``
     runs it where no run waits, or nothing is planned. What steps were ``observed`` to take beside
-    what was counted is set aside. ``placing`` knows where its buffers lie.
+    what was counted is set aside. Where it is alone, buffers lie as ``one_run`` asks for them, else
+    as the step ``placed`` says.
     """
 
     graph: Graph
@@ -69,7 +65,9 @@ class GraphInStep:
     looked: Part | None = None
     call: Callable[..., Any] | None = None
     observed: Observed = field(default_factory=Observed)
-    placing: Placing = field(default_factory=Placing)
+    placed: StepDescription | None = None
+    one_run: RunEvents | None = None
+    one_layout: StepLayout | None = None
 
     def compiled(self) -> RunVersions | None:
         """The versions for the first runs; None where no run will wait, or nothing is planned.
@@ -117,13 +115,17 @@ class GraphInStep:
         if not self.request.policy.arena or self.request.inputs.accumulated:
             return NOWHERE
         if described is None and self.taken.count > 1:
-            described = self.placing.described
+            described = self.placed
         if described is not None:
-            return self.placing.of_part(described, self.role.index, device)
+            return described.layout_of(self.role.index, device)
         alone = self.role.runs_alone
         if alone is None:
             alone = device == "cuda" and not (self.where.follow or self.where.neighbours.graphs)
-        return self.placing.of_one_run(device) if alone and not self.sharded else NOWHERE
+        if not alone or self.sharded or self.one_run is None:
+            return NOWHERE
+        if self.one_layout is None:
+            self.one_layout = arrange([self.one_run], ALONE, device).layout
+        return self.one_layout
 
     @property
     def around(self) -> Tensors:
@@ -276,11 +278,11 @@ class GraphInStep:
         if report is None or request.budget.limit is None:
             self.call = version.call
             return None
-        self.taken.count, self.placing.run = 1, report.events
+        self.taken.count, self.one_run, self.one_layout = 1, report.events, None
         self.where.scope.own.share(report.memory.own, request.budget.allocator)
         promised = self.promised(version, request)
-        promised = replace(promised, promise=replace(promised.promise, left_bytes=missing or None))
-        own, late = promised.promise.peak_bytes, self.where.context.late
+        promised = replace(promised, left_bytes=missing or None)
+        own, late = promised.peak_bytes, self.where.context.late
         self.taken.saved_bytes, self.taken.own_peak_bytes = report.saved_bytes, own
         found = RunVersions((promised,), (0,), own, request.budget.held - late + own)
         return self._note_peak(told, found)
@@ -419,10 +421,7 @@ class GraphInStep:
 
     @property
     def _knows_whole(self) -> bool:
-        """Whether it is known what lies between the runs of its step, and in which order they run.
-
-        In a pipeline halves take turns in another order.
-        """
+        """Whether it is known what lies between its runs, whose order is not that of a pipeline."""
         described = self.role.described
         known = described is None or described.outside is not None
         return known and self.where.context.pipeline is None
@@ -437,13 +436,13 @@ class GraphInStep:
         log.info("%s", summary(kept, of_run, peak, self.request.budget.for_step, counted))
         late = self.where.context.late if self.role.described is None else 0
         at_place = described.settle(self.role.index, of_run)
-        self.placing.described = described
+        self.placed = described
         part, alone = described.parts[self.role.index], self.role.described is None
         parts = tuple(replace(part, offers=(kept[k],)) for k in at_place if alone)
         own = self.taken.own_peak_bytes = peak - self.request.budget.held
         return RunVersions(tuple(made.values()), at_place, own, peak - late, parts)
 
-    def _compiled(self, offers: list[Offer], place: int, own: Interface) -> PromisedVersion:
+    def _compiled(self, offers: list[Offer], place: int, own: Interface) -> Promise:
         """A version, compiled; what it really takes is offered from now on.
 
         Raises `InfeasibleBudget` where that is more than was asked for.
@@ -462,7 +461,7 @@ class GraphInStep:
 
     def promised(
         self, version: CompiledVersion, request: Request, own: Interface | None = None
-    ) -> PromisedVersion:
+    ) -> Promise:
         """A version with what was promised of it.
 
         Of several runs, each with ``own`` inputs, parameters count as part of what lies around.
@@ -479,7 +478,8 @@ class GraphInStep:
             if self.role.described is not None:
                 unseen = self.role.described.outside_bytes(self.role.index)
             peak = max(part.forward_bytes + own.given, part.backward_bytes + own.incoming)
-        promise = Promise(
+        return Promise(
+            call=version.call,
             graph=f"graph {report.graph}",
             device=self.where.device,
             budget_bytes=request.budget.limit,
@@ -491,7 +491,6 @@ class GraphInStep:
             around=around,
             counts_reserved=request.budget.metric == "reserved",
         )
-        return PromisedVersion(version.call, promise)
 
     def plan_version(self, offer: Offer, limit_bytes: int) -> Report:
         """The graph planned as a version, which generates no kernels."""
