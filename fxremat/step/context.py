@@ -94,10 +94,8 @@ def model_context(
         runs = max(1, pipeline.runs)
         others += pipeline.batch
     elif runs > 1:  # else the graph itself is given what the model is
-        given = pytree.tree_leaves(calls[part])
-        own |= {id(x) for x in given if not (isinstance(x, torch.Tensor) and x.requires_grad)}
-        given = pytree.tree_leaves(calls[model])
-        others += [x for x in given if isinstance(x, torch.Tensor)]
+        own |= {id(x) for x in _tensors_among(calls[part]) if not x.requires_grad}
+        others += _tensors_among(calls[model])
     beside = _sharded_memory(model, part, device, runs) or _bucket_memory(calls)
     around: Tensors = tuple(ref(x) for x in {id(x): x for x in (*everything, *others)}.values())
     if pipeline is not None:
@@ -105,25 +103,22 @@ def model_context(
     gathered = beside.gathered
     most = max(gathered.ahead, gathered.sent)
     if pipeline is not None and _is_sharded(model) and gathered.ahead:
-        gives_back = gathered.kept < gathered.ahead
-        pipeline = replace(pipeline, gathered_bytes=most, gives_back=gives_back)
+        pipeline = replace(pipeline, gathered_bytes=most, gives_back=gathered.kept < gathered.ahead)
         beside = replace(beside, left=None)
     late = _late_results(part, calls[part], device, most)
-    total = storage_bytes([x for x in others if id(x) not in own], device)
-    total += beside.held + late
+    total = beside.held + late + storage_bytes([x for x in others if id(x) not in own], device)
     if pipeline is not None:
         total += pipeline.buffers_size
     elif runs > 1:  # a function that calls blocks may add what each gives to what it was given
-        sums = storage_bytes(pytree.tree_leaves(calls[model]), device) if siblings else 0
+        sums = storage_bytes(_tensors_among(calls[model]), device) if siblings else 0
         total += LOSS_BYTES + sums
     at_all_times, gathered = _gathered(gathered, pipeline, runs)
     if device.type == "cuda":  # as all around, counted elsewhere
         gathered = NOTHING_GATHERED
-    found = ModelContext(runs, total + at_all_times, tuple(map(ref, others)), around)
-    wrapped = any(map(_is_sharded, calls))
-    return replace(
-        found, left_bytes=beside.left, pipeline=pipeline, late=late, gathered=gathered,
-        sharded=wrapped, siblings=len(siblings),
+    return ModelContext(
+        runs, total + at_all_times, tuple(map(ref, others)), around, left_bytes=beside.left,
+        pipeline=pipeline, late=late, gathered=gathered, sharded=any(map(_is_sharded, calls)),
+        siblings=len(siblings),
     )  # fmt: skip
 
 
@@ -236,8 +231,7 @@ def _late_results(
         return 0
     largest = 0
     if any(is_dtensor(x) for x in part.parameters()):
-        tensors = [x for x in pytree.tree_leaves(list(given)) if isinstance(x, torch.Tensor)]
-        largest = max((x.nbytes for x in tensors), default=0)
+        largest = max((x.nbytes for x in _tensors_among(list(given))), default=0)
     return LATE_RESULTS * (largest + gathered_bytes)
 
 
@@ -255,6 +249,10 @@ def others_to_come(
     """
     others = (one for one in compiled if _form(one) != _form(part))
     return any(id(x) in expected for one in others for x in one.parameters())
+
+
+def _tensors_among(given: Any) -> list[torch.Tensor]:
+    return [x for x in pytree.tree_leaves(given) if isinstance(x, torch.Tensor)]
 
 
 def _tensors_of(module: nn.Module) -> Iterable[torch.Tensor]:
