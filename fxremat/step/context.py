@@ -169,11 +169,9 @@ def _sharded_memory(
     """
     if not _is_sharded(part):
         return None
-    from torch.distributed.fsdp import FSDPModule
-
-    shards = [one for one in model.modules() if isinstance(one, FSDPModule)]
+    shards = [one for one in model.modules() if _is_sharded(one)]
     around = [one for one in shards if one is not part and part in set(one.modules())]
-    inside = [one for one in part.modules() if isinstance(one, FSDPModule)]
+    inside = [one for one in part.modules() if _is_sharded(one)]
     own = sum(map(shards_of, inside), Shards())
     inner = {id(x) for one in shards if one not in around for x in one.parameters()}
     outer = {id(x): x for one in around for x in one.parameters() if id(x) not in inner}
