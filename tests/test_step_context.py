@@ -19,26 +19,12 @@ from fxremat.step import scope as scopes
 from fxremat.step.description import repeated
 from fxremat.step.versions import Offer, Part, followed_by
 from tests.end_to_end import Steps
+from tests.ranks import Blocks
 from tests.small import Block, Stack, seeded
 
 pytestmark = pytest.mark.usefixtures("fresh_budgets")
 
 HOST = torch.device("cpu")
-
-
-class Model(nn.Module):
-    """A head, and blocks of which some are compiled by themselves."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(8) for _ in range(4))
-        self.head = nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        y: Tensor = self.head(x)
-        return y
 
 
 def bytes_of(module: nn.Module) -> int:
@@ -61,17 +47,17 @@ def seen_in(model: nn.Module, parts: list[nn.Module], **given: Any) -> list[cont
 
 def test_runs_are_modules_of_the_class_that_are_compiled_by_themselves() -> None:
     """Unless it is said how many there are."""
-    model = Model()
+    model = Blocks(4, 8)
     found = seen_in(model, list(model.blocks)[:3])[0]
     assert found.runs == 3
     assert found.nbytes == bytes_of(model) - bytes_of(model.blocks[0]) + 8
     assert len(found.everything) == len(list(model.parameters())) + 1
-    model = Model()
+    model = Blocks(4, 8)
     assert seen_in(model, list(model.blocks), instances=7)[0].runs == 7
 
 
 def test_what_is_compiled_as_a_whole_runs_once_and_has_nothing_around() -> None:
-    model = Model()
+    model = Blocks(4, 8)
     found = seen_in(model, [model])[0]
     assert (found.runs, found.nbytes) == (1, 0)
     assert context.model_context(Options(), HOST) == context.ModelContext()  # a function
@@ -83,14 +69,14 @@ def test_parts_that_a_graph_break_leads_to_are_counted_too() -> None:
             torch._dynamo.graph_break()
             return super().forward(x)
 
-    model = Model()
+    model = Blocks(4, 8)
     model.blocks = nn.ModuleList([Broken(8), Broken(8), Broken(4)])
     model.forward = lambda x: model.blocks[1](model.blocks[0](x))  # type: ignore[method-assign]
     assert max(each.runs for each in seen_in(model, [model])) == 2
 
 
 def test_what_lies_around_is_not_kept_alive() -> None:
-    model = Model()
+    model = Blocks(4, 8)
     found = seen_in(model, list(model.blocks))[0]
     torch._dynamo.reset()
     del model
