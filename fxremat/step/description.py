@@ -67,11 +67,16 @@ class StepDescription:
     layouts_of: dict[tuple[int, int], StepLayout] = field(default_factory=dict)
     """Of each part, by that and the identity of the layout of all."""
 
-    def reserved(self, chosen: Sequence[int], settings: AllocatorSettings) -> Reserved | None:
-        """What the step takes of the allocator; None where a version is not known so well.
+    def reserved(
+        self, chosen: Sequence[int], settings: AllocatorSettings | None
+    ) -> Reserved | None:
+        """What the step takes of the allocator, unless it has no ``settings`` that count.
 
-        ``chosen`` is the version of each run that is not compiled yet.
+        ``chosen`` is the version of each run that is not compiled yet. None where one is not known
+        so well.
         """
+        if settings is None:
+            return None
         found = self._events({**dict(enumerate(chosen)), **self.fixed})
         return None if found is None else reserved_by_step(*found, settings)
 

@@ -417,7 +417,7 @@ class GraphInStep:
     def _reserved(self, described: StepDescription, chosen: Sequence[int]) -> Reserved | None:
         """What the allocator takes for the whole step; None where that is not known."""
         settings = self.request.budget.counted_allocator if self._knows_whole else None
-        return None if settings is None else described.reserved(chosen, settings)
+        return described.reserved(chosen, settings)
 
     @property
     def _knows_whole(self) -> bool:
