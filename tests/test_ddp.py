@@ -141,11 +141,8 @@ class Parallel(Trained):
 def parallel(
     rank: int, way: str, split: bool, views: bool, percents: tuple[int, ...]
 ) -> dict[str, Found]:
-    def make(**how: Any) -> Parallel:
-        return Parallel(rank, way, split, views, **how)
-
     exactly = not split or backward_drops_gradients()
-    return {way: compared(make, percents, exactly=exactly)}
+    return {way: compared(partial(Parallel, rank, way, split, views), percents, exactly=exactly)}
 
 
 SLOW: list[tuple[str, bool, bool, tuple[int, ...]]] = [
