@@ -107,10 +107,16 @@ class StepRecorder:
     ) -> None:
         """Run two steps of a model that is ``given`` arguments and keywords; the second counts.
 
-        What is traced of its graphs later is no part of it. Raises `NotTraceable` where the model
-        gives no loss.
+        Tensors have no memory and parts are stood in for; all is undone at the end. What is traced
+        of its graphs later is no part of it. Raises `NotTraceable` where the model gives no loss.
         """
-        with self._without_memory(model, parts, given) as (args, named):
+        with (
+            session.separate(),
+            fresh_dynamo_caches(),
+            fake_tensors(self.see),
+            on_device_without_memory(model, given) as (args, named),
+            compiled_in_place(model, parts, self._stand_in),
+        ):
             for self.counts in (False, True):  # compiled first, and then counted
                 self._begin(model, args, named)
                 result = model(*args, **named)
@@ -119,20 +125,6 @@ class StepRecorder:
                 model.zero_grad(set_to_none=True)
                 del result
         self.counts = False
-
-    @contextmanager
-    def _without_memory(
-        self, model: nn.Module, parts: Sequence[nn.Module], given: Any
-    ) -> Iterator[Any]:
-        """Inside, tensors have no memory and parts are stood in for; all is undone at the end."""
-        with (
-            session.separate(),
-            fresh_dynamo_caches(),
-            fake_tensors(self.see),
-            on_device_without_memory(model, given) as inside,
-            compiled_in_place(model, parts, self._stand_in),
-        ):
-            yield inside
 
     def _begin(self, model: nn.Module, args: Any, named: Any) -> None:
         """A step begins: parameters, buffers and inputs are there."""
@@ -261,7 +253,7 @@ class StepRecorder:
 
     def description(self) -> StepDescription:
         """The step, with what each graph offers; graphs that never wait are left out."""
-        runs = sorted(self.course.runs, key=self.course.runs.__getitem__)
+        runs = list(self.course.runs)
         used = sorted({index for index, _ in runs})
         self.graphs = [self.graphs[index] for index in used]
         for part, indices in self.graphs_of.items():
