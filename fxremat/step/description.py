@@ -1,10 +1,8 @@
 """One step as data: which run of which graph, in which order, and what lies between.
 
-Whoever plans memory or time for a step reads this. It is made from a look at a step before
-anything is compiled (`fxremat.step.preparation`), from the schedule of a pipeline
-(`fxremat.step.pipelines`), from the parts of a graph that DDP splits (`fxremat.step.context`), from
-the order in which graphs have run (`fxremat.step.scope`), or, where one graph is known to run
-several times, by repeating it.
+It is made from a look at a step before anything is compiled (`fxremat.step.preparation`), from the
+schedule of a pipeline or the parts of a graph that DDP splits (`fxremat.step.context`), from the
+order in which graphs have run (`fxremat.step.scope`), or by repeating one graph.
 """
 
 from __future__ import annotations
