@@ -347,7 +347,8 @@ def repeated_step(
     ``left_bytes`` stay; None: all that are no inputs' of its own. All runs but the first are of
     blocks that are given ``followers_given``, if it is not None.
     """
-    parts, own = [part := part.leaving(left_bytes), *before], [0] * len(places)
+    part = part.leaving(left_bytes)
+    parts, own = [part, *before], [0] * len(places)
     if followers_given is not None:
         parts.append(followed_by(part, followers_given))
         own[1:] = [len(parts) - 1] * (len(places) - 1)
