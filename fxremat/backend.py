@@ -52,8 +52,8 @@ from fxremat.step.context import (
     fixed_inputs,
     model_context,
     others_to_come,
+    see_split_parts,
 )
-from fxremat.step.ddp import see_parts
 from fxremat.step.given import Given
 from fxremat.step.graph import Graph, Role, plan_only
 from fxremat.step.in_flight import watch_in_flight, without_backward
@@ -190,7 +190,7 @@ def _placed(graph: Graph, compiled: Sequence[nn.Module]) -> GraphInStep:
         request = request.with_inputs(parameters=tuple(range(places[-1].stop)))
     request = agreed(graph.kept, graph.ranks, request)
     if request.budget.limit is not None and splits_for_ddp():
-        see_parts(request, context.left_bytes, graph.of_another)
+        see_split_parts(request, context.left_bytes, graph.of_another)
         role = _role_of(graph)
     if role.described is not None and role.looked_at:
         known = role.described.request

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -49,6 +49,35 @@ def measured(model: nn.Module, call: Callable[..., Any], inputs: tuple[Tensor, .
     step(model, call, inputs)
     model.zero_grad(set_to_none=True)
     return measure_peak(lambda: step(model, call, inputs), held=(model, inputs)).peak_bytes
+
+
+class Steps:
+    """Steps of ``models`` with what they are ``given``; `run` is a forward and a backward."""
+
+    models: Sequence[nn.Module]
+    given: Sequence[Any]
+
+    def run(self) -> Any:
+        """Adds to the gradients that are there."""
+        raise NotImplementedError
+
+    def forget_gradients(self) -> None:
+        for model in self.models:
+            model.zero_grad(set_to_none=True)
+
+    def step(self) -> None:
+        self.forget_gradients()
+        self.run()
+
+    def gradients(self) -> list[Tensor | None]:
+        """Of a step."""
+        self.step()
+        return [p.grad for model in self.models for p in model.parameters()]
+
+    def peak_bytes(self, run: Callable[[], Any] | None = None) -> int:
+        """Of a step, or of what else begins without gradients."""
+        self.forget_gradients()
+        return measure_peak(run or self.step, held=(*self.models, *self.given)).peak_bytes
 
 
 Kind = TypeVar("Kind", bound=Warning)

@@ -50,34 +50,18 @@ def as_given(model: Callable[..., Any], inputs: Sequence[Any], *, fused: bool = 
 
 
 @dataclass(frozen=True)
-class Spoilt(Pass):
-    """Does what a pass does, and then something that is wrong."""
+class _Seen(Pass):
+    """Does what a pass does, and then ``see`` what the graph was before and is now."""
 
-    name = "spoilt"
+    name = "seen"
     right: Pass
-    spoil: Spoil
-
-    def call(self, module: fx.GraphModule) -> Changed:
-        """Works in place."""
-        changed = self.right.call(module)
-        self.spoil(module.graph)
-        return changed
-
-
-@dataclass(frozen=True)
-class Noting(Pass):
-    """Does what a pass does, and notes its name if that was anything."""
-
-    name = "noting"
-    right: Pass
-    noted: list[str]
+    see: Callable[[str, fx.Graph], None]
 
     def call(self, module: fx.GraphModule) -> Changed:
         """Works in place."""
         before = str(module.graph)
         changed = self.right.call(module)
-        if str(module.graph) != before:
-            self.noted.append(self.right.name)
+        self.see(before, module.graph)
         return changed
 
 
@@ -106,7 +90,11 @@ def prepare(
 def prepared(draft: Draft, *, fused: bool, accumulate: bool = False) -> list[str]:
     """The names of the passes that did something, when all were found right."""
     noted: list[str] = []
-    prepare(draft, fused=fused, accumulate=accumulate, around=lambda one: Noting(one, noted))
+
+    def around(one: Pass) -> Pass:
+        return _Seen(one, lambda was, now: noted.extend([one.name] if str(now) != was else []))
+
+    prepare(draft, fused=fused, accumulate=accumulate, around=around)
     return noted
 
 
@@ -116,16 +104,12 @@ def prepare_wrongly(
     """Run and verify the stage with the pass of this name spoilt."""
 
     def around(one: Pass) -> Pass:
-        return Spoilt(one, spoil) if one.name == name else one
+        return _Seen(one, lambda _, graph: spoil(graph)) if one.name == name else one
 
     prepare(draft, fused=fused, accumulate=accumulate, around=around)
 
 
 def twice() -> Net:
     """One layer that is used twice, with as many rows as columns."""
-    linear, other = (nn.Linear(8, 8, bias=False) for _ in range(2))
-    return Net(
-        lambda net, x: net.linear(net.other(net.linear(x).sin())).cos().sum(),
-        linear=linear,
-        other=other,
-    )
+    parts = {name: nn.Linear(8, 8, bias=False) for name in ("linear", "other")}
+    return Net(lambda net, x: net.linear(net.other(net.linear(x).sin())).cos().sum(), **parts)

@@ -13,7 +13,7 @@ import fxremat
 from fxremat.core.problem import Problem
 from fxremat.core.timeline import lifetimes_of, replay
 from fxremat.planner import SolverOptions, solve
-from fxremat.report.report import MemoryFigures, Report, SourceLocation, StepMemory
+from fxremat.report.report import Report, SourceLocation, StepMemory
 from tests.chains import chain_with_copies
 from tests.small import Stack, seeded
 
@@ -69,14 +69,9 @@ def of_problem(problem: Problem, report: Report) -> Report:
 
 def altered(report: Report, **figures: Any) -> Report:
     """The report with other figures of its memory and its step."""
-    of_memory = {one.name for one in fields(MemoryFigures)} & set(figures)
     of_step = {one.name for one in fields(StepMemory)} & set(figures)
-    assert of_memory | of_step == set(figures)
-    return replace(
-        report,
-        memory=replace(report.memory, **{name: figures[name] for name in of_memory}),
-        step=replace(report.step, **{name: figures[name] for name in of_step}),
-    )
+    step = replace(report.step, **{name: figures.pop(name) for name in of_step})
+    return replace(report, step=step, memory=replace(report.memory, **figures))
 
 
 def replayed(events: list[dict[str, Any]]) -> tuple[list[int], dict[int, int]]:
@@ -109,9 +104,8 @@ def replayed(events: list[dict[str, Any]]) -> tuple[list[int], dict[int, int]]:
         assert event["time_us"] >= max(after, default=0)
         after[event["time_us"]] = sum(live.values())
     assert not waiting
-    steps = range(max(after) + 1)
     course: list[int] = []
-    for step in steps:
+    for step in range(max(after) + 1):
         course.append(after.get(step, course[-1] if course else 0))
     return course, live
 

@@ -35,9 +35,6 @@ early = accumulating.early
 _fresh = accumulating.fresh
 
 
-# --- gradients that are asked for ---------------------------------------------------------
-
-
 def test_gradients_that_are_asked_for_are_not_added(early: Early) -> None:
     model, x = layers()
     fxremat.accumulate_in_backward(model)
@@ -110,13 +107,7 @@ def test_graph_breaks(early: Early) -> None:
 
 
 def test_losses_of_several_roots_and_leaves(early: Early) -> None:
-    def loss_of(model: Any) -> Any:
-        return compiled(model)
-
-    def backward(loss: Tensor) -> None:
-        torch.autograd.backward([loss, loss.exp()])
-
-    check_same(LAYERS, loss_of, backward=backward)
+    check_same(LAYERS, backward=lambda loss: torch.autograd.backward([loss, loss.exp()]))
     assert len(early) == 2 * 6
     early.clear()
     model, x = layers()
@@ -127,14 +118,11 @@ def test_losses_of_several_roots_and_leaves(early: Early) -> None:
     assert not early
 
 
-Hook = Callable[[Any], object]
-
-
 def double(weight: Any) -> None:
     weight.grad.mul_(2)
 
 
-HOOKS: dict[str, Hook] = {
+HOOKS: dict[str, Callable[[Any], object]] = {
     "tensor hook": lambda weight: weight.register_hook(lambda gradient: 2 * gradient),
     "post-accumulate hook": lambda weight: weight.register_post_accumulate_grad_hook(double),
 }
@@ -229,6 +217,22 @@ def test_steps_that_are_compiled_as_a_whole(early: Early) -> None:
     assert len(early) == 6
 
 
+def acting_backward(act: Callable[[], object]) -> Any:
+    """Gives what it is given, and acts in its backward."""
+
+    class Acts(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Any:
+            act()
+            return gradient
+
+    return Acts.apply
+
+
 def test_backwards_of_several_threads(early: Early) -> None:
     """While two run, neither knows which one it is."""
     model, x = layers()
@@ -236,19 +240,8 @@ def test_backwards_of_several_threads(early: Early) -> None:
     fxremat.accumulate_in_backward(model)
     call(x).backward()
     single = gradients(model)
-
-    class Meet(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, y: Tensor) -> Tensor:
-            return y.clone()
-
-        @staticmethod
-        def backward(ctx: Any, gradient: Tensor) -> Any:
-            barrier.wait()
-            return gradient
-
-    barrier = threading.Barrier(2)
-    losses = [Meet.apply(call(x)) for _ in range(2)]  # type: ignore[no-untyped-call]
+    meet = acting_backward(threading.Barrier(2).wait)
+    losses = [meet(call(x)) for _ in range(2)]
     threads = [threading.Thread(target=loss.backward) for loss in losses]
     for thread in threads:
         thread.start()
@@ -278,23 +271,16 @@ def test_averaging_over_processes(early: Early) -> None:
 
 def test_an_error_in_the_backward(early: Early) -> None:
     """Each gradient has been added as a whole or not at all; the next backward is right."""
-
-    class Picky(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, gradient: Tensor) -> Any:
-            if refusing:
-                raise Refused("not this one")
-            return gradient
-
     refusing: list[bool] = []
+
+    def refuse() -> None:
+        if refusing:
+            raise Refused("not this one")
+
     model, x = seeded(lambda: Stack(broken=True), 4, 32)
     fxremat.accumulate_in_backward(model)
     call = compiled(model)
-    ours: Any = Picky.apply
+    ours = acting_backward(refuse)
     call(ours(x.requires_grad_())).backward()
     first = gradients(model)
     early.clear()
@@ -302,10 +288,7 @@ def test_an_error_in_the_backward(early: Early) -> None:
     with pytest.raises(Refused, match="not this one"):
         call(ours(x)).backward()
     assert early
-    for found, one in zip(gradients(model), first, strict=True):
-        assert found is not None
-        assert one is not None
-        assert torch.equal(found, 2 * one)
+    assert same(gradients(model), [None if one is None else 2 * one for one in first])
     refusing.clear()
     model.zero_grad()
     call(ours(x)).backward()
@@ -329,16 +312,10 @@ def test_an_error_inside_of_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accumulation, "_begin", failing)
     with pytest.raises(Refused, match="half way"):
         call(x).backward()
-    added = [
-        torch.equal(p.grad, 2 * g)
-        for p, g in zip(model.parameters(), single, strict=True)
-        if g is not None
-    ]
-    kept = [
-        torch.equal(p.grad, g)
-        for p, g in zip(model.parameters(), single, strict=True)
-        if g is not None
-    ]
+    both = zip(gradients(model), single, strict=True)
+    pairs = [(found, one) for found, one in both if found is not None and one is not None]
+    added = [torch.equal(found, 2 * one) for found, one in pairs]
+    kept = [torch.equal(found, one) for found, one in pairs]
     assert [a != k for a, k in zip(added, kept, strict=True)] == 6 * [True]
     assert sum(added) == 3
     monkeypatch.undo()

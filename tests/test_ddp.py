@@ -87,7 +87,7 @@ def test_parts_that_cannot_be_looked_at_are_planned_one_by_one(
     def fail() -> Any:
         raise RuntimeError("no memory to look into")
 
-    monkeypatch.setattr("fxremat.step.ddp.parts_split_for_ddp", fail)
+    monkeypatch.setattr("fxremat.step.context.parts_split_for_ddp", fail)
     reports, buckets, measured = split_reports("aot_eager", 128)
     assert measured <= BUDGET
     assert "planned one by one: no memory to look into" in caplog.text
@@ -141,11 +141,8 @@ class Parallel(Trained):
 def parallel(
     rank: int, way: str, split: bool, views: bool, percents: tuple[int, ...]
 ) -> dict[str, Found]:
-    def make(**how: Any) -> Parallel:
-        return Parallel(rank, way, split, views, **how)
-
     exactly = not split or backward_drops_gradients()
-    return {way: compared(make, percents, exactly=exactly)}
+    return {way: compared(partial(Parallel, rank, way, split, views), percents, exactly=exactly)}
 
 
 SLOW: list[tuple[str, bool, bool, tuple[int, ...]]] = [

@@ -20,6 +20,7 @@ import fxremat
 from fxremat import inactive
 from fxremat.compat.dynamo import frames_given_up, modules_compiled_by, options_given_to
 from fxremat.sizes import MIB
+from tests.end_to_end import measured, step
 from tests.graphs import Net
 from tests.small import Block
 
@@ -103,15 +104,9 @@ def test_a_recurrent_net_is_planned_where_dynamo_may_trace_it() -> None:
         torch.manual_seed(0)
         model, words = Recurrent(), torch.randint(WORDS, (64, 6))
 
-        def step(call: Any) -> None:
-            model.zero_grad(set_to_none=True)
-            call(words).backward()
-
         def peak(call: Any) -> int:
-            for _ in range(2):
-                step(call)
-            model.zero_grad(set_to_none=True)
-            return fxremat.measure_peak(lambda: step(call), held=(model, words)).peak_bytes
+            step(model, call, (words,))
+            return measured(model, call, (words,))
 
         plain = peak(torch.compile(model, backend="aot_eager"))
         expected = [p.grad for p in model.parameters()]
@@ -122,10 +117,16 @@ def test_a_recurrent_net_is_planned_where_dynamo_may_trace_it() -> None:
 
 
 def test_a_break_in_a_loop_is_named(told: pytest.LogCaptureFixture) -> None:
+    """Where no optimizer steps, when reports are asked for."""
     model = BreakInLoop()
-    train(model, compiled(model), torch.randn(4, 16))
+    compiled(model)(torch.randn(4, 16)).backward()
+    assert said(told) == []
+    fxremat.reports()
     (message,) = said(told)
     assert "graph_break()" in message
+    (one,) = frames_given_up()
+    assert one.where.startswith("forward, test_inactive.py:")
+    assert "graph_break()" in one.reason
 
 
 def test_what_dynamo_gives_up_beside_a_planned_graph_is_named(
@@ -158,14 +159,6 @@ def test_nothing_is_said_of_what_is_planned_or_has_no_budget(
     train(model, compiled(model, memory_budget=budget), torch.randn(4, 16))
     fxremat.reports()
     assert said(told) == []
-
-
-def test_reports_tell_of_it_where_no_optimizer_steps(told: pytest.LogCaptureFixture) -> None:
-    model = BreakInLoop()
-    compiled(model)(torch.randn(4, 16)).backward()
-    assert said(told) == []
-    fxremat.reports()
-    assert len(said(told)) == 1
 
 
 AT_EXIT = """
@@ -226,13 +219,6 @@ def test_modules_and_options_of_a_backend() -> None:
     assert id(other._orig_mod) not in found
     assert {"memory_budget": "1GiB"} in [dict(one) for one in options_given_to(backend)]
     assert call is not None
-
-
-def test_frames_that_dynamo_gave_up(told: pytest.LogCaptureFixture) -> None:
-    torch.compile(BreakInLoop(), backend="eager")(torch.randn(4, 16))
-    (one,) = frames_given_up()
-    assert one.where.startswith("forward, test_inactive.py:")
-    assert "graph_break()" in one.reason
 
 
 def checkpointed(net: Any, x: Tensor) -> Any:

@@ -119,12 +119,12 @@ def test_the_predicted_peak_is_the_measured_one() -> None:
 OPTIONS: dict[str, Any] = {"memory_budget": "64MiB", "executor": "aot_eager"}
 
 
+MODEL = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 1))
+
+
 def loss(weights: dict[str, Tensor], x: Tensor) -> Tensor:
     found: Tensor = functional_call(MODEL, weights, (x,)).square().mean()
     return found
-
-
-MODEL = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 1))
 
 
 def whole(weights: dict[str, Tensor], x: Tensor) -> Any:
@@ -157,13 +157,6 @@ def test_an_evaluation_is_not_told_of(caplog: pytest.LogCaptureFixture) -> None:
 # --- jagged tensors -----------------------------------------------------------------------
 
 
-def rows(count: int) -> Tensor:
-    """Three rows of so many words in all."""
-    offsets = torch.tensor([0, 5, 9, count])
-    jagged: Tensor = torch.nested.nested_tensor_from_jagged(torch.ones(count, 8), offsets)
-    return jagged
-
-
 def jagged_gradients(model: nn.Module, **how: Any) -> list[Tensor | None]:
     """After a batch of one length and one of another."""
 
@@ -174,8 +167,9 @@ def jagged_gradients(model: nn.Module, **how: Any) -> list[Tensor | None]:
     torch._dynamo.reset()
     run: Any = torch.compile(loss, **how)
     model.zero_grad(set_to_none=True)
-    for count in (20, 30):
-        run(rows(count)).backward()
+    for count in (20, 30):  # words, in three rows
+        offsets = torch.tensor([0, 5, 9, count])
+        run(torch.nested.nested_tensor_from_jagged(torch.ones(count, 8), offsets)).backward()
     return [one.grad for one in model.parameters()]
 
 
@@ -183,8 +177,7 @@ def jagged_gradients(model: nn.Module, **how: Any) -> list[Tensor | None]:
 def test_a_jagged_batch_trains_under_a_budget() -> None:
     model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
     expected = jagged_gradients(model, backend="aot_eager")
-    options = {"memory_budget": "64MiB", "executor": "aot_eager"}
-    found = jagged_gradients(model, backend="fxremat", options=options)
+    found = jagged_gradients(model, backend="fxremat", options=OPTIONS)
     torch.testing.assert_close(found, expected)
     assert fxremat.reports()[-1].budget_bytes == 64 << 20
 
@@ -192,11 +185,10 @@ def test_a_jagged_batch_trains_under_a_budget() -> None:
 # --- sparse gradients ---------------------------------------------------------------------
 
 
-def trained(model: nn.Module, backend: str, **options: str) -> list[Tensor]:
+def trained(model: nn.Module, **how: Any) -> list[Tensor]:
     """The gradients of the second of two steps."""
     torch._dynamo.reset()
-    given: dict[str, Any] = {**options}
-    run = torch.compile(model, backend=backend, options=given or None)
+    run = torch.compile(model, **how)
     for _ in range(2):
         model.zero_grad(set_to_none=True)
         run(torch.arange(32)).backward()
@@ -206,9 +198,9 @@ def trained(model: nn.Module, backend: str, **options: str) -> list[Tensor]:
 def test_a_budget_is_told_to_be_without_effect(caplog: pytest.LogCaptureFixture) -> None:
     words, head = nn.Embedding(64, 8, sparse=True), nn.Linear(8, 1)
     model = Net(lambda net, x: net.head(net.words(x)).square().mean(), words=words, head=head)
-    expected = trained(model, "aot_eager")
+    expected = trained(model, backend="aot_eager")
     with caplog.at_level(logging.WARNING, "fxremat"):
-        found = trained(model, "fxremat", memory_budget="1MiB")
+        found = trained(model, backend="fxremat", options={"memory_budget": "1MiB"})
     torch.testing.assert_close(found, expected)
     told = [one.getMessage() for one in caplog.records if "is sparse" in one.getMessage()]
     assert len(told) == 1

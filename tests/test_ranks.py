@@ -18,6 +18,7 @@ from fxremat.compat.ranks import is_collective, job_store, ranks_together
 from fxremat.compile import ranks, session
 from fxremat.errors import GraphsDiffer, RankMissing
 from fxremat.sizes import MIB
+from tests.graphs import Net
 from tests.ranks import on_ranks
 from tests.small import Stack
 
@@ -41,25 +42,18 @@ def step_of(model: nn.Module, budget: int, **more: Any) -> float:
     return time.monotonic() - begin
 
 
-class Parallel(nn.Module):
-    """Two layers that two ranks share; ``more`` makes the graph another one."""
-
-    def __init__(self, *, more: bool = False) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-        self.more = more
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = torch.nn.functional.gelu(self.first(x))
-        result: torch.Tensor = self.second(hidden.tanh() if self.more else hidden)
-        return result
-
-
 def parallel(*, more: bool = False) -> nn.Module:
+    """Two layers that two ranks share; ``more`` makes the graph another one."""
     torch.manual_seed(0)
     mesh = distributed.device_mesh.init_device_mesh("cpu", (distributed.get_world_size(),))
+
+    def forward(net: Any, x: torch.Tensor) -> Any:
+        hidden = torch.nn.functional.gelu(net.first(x))
+        return net.second(hidden.tanh() if more else hidden)
+
+    model = Net(forward, first=nn.Linear(WIDTH, 4 * WIDTH), second=nn.Linear(4 * WIDTH, WIDTH))
     plan = {"first": ColwiseParallel(), "second": RowwiseParallel()}
-    return parallelize_module(Parallel(more=more), mesh, plan)
+    return parallelize_module(model, mesh, plan)
 
 
 def one_plans(rank: int) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,22 +24,10 @@ from tests.graphs import Net
 from tests.nets import triple
 from tests.ranks import least_named
 
-pytestmark = pytest.mark.usefixtures("fresh")
-
-
-# --- second runs --------------------------------------------------------------------------
-
+pytestmark = pytest.mark.usefixtures("fresh_budgets")
 
 QUICK: dict[str, Any] = {"executor": "aot_eager", "solver": "greedy", "variants": "none"}
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    scope.forget()
-    yield
-    torch._dynamo.reset()
 
 
 def of_shape(x: Tensor) -> Tensor:
@@ -136,11 +124,9 @@ def test_flex_attention_may_run_again_unless_it_draws() -> None:
 def least_of(model: nn.Module, batch: tuple[Tensor, ...]) -> int:
     with pytest.raises(BackendCompilerFailed) as refused:
         compiled(model, MIB)(*batch)
-    least = least_named(refused.value)
-    assert least is not None
     torch._dynamo.reset()
     scope.forget()
-    return least
+    return least_named(refused.value)
 
 
 def compiled(model: nn.Module, budget: int) -> Any:
@@ -165,17 +151,14 @@ def test_kernels_of_others_need_no_more_than_those_of_torch(
     function(*batch).backward()
     expected = torch.compile(theirs, backend="aot_eager")
     expected(*batch).backward()
-    got = [weight.grad for weight in function.parameters()]
-    for mine, plain in zip(got, theirs.parameters(), strict=True):
-        assert mine is not None
+    for mine, plain in zip(function.parameters(), theirs.parameters(), strict=True):
         assert plain.grad is not None
-        assert torch.equal(mine, plain.grad)
+        assert torch.equal(mine.grad, plain.grad)
 
 
 # --- repeatable ---------------------------------------------------------------------------
 
 
-OPTIONS: dict[str, Any] = {"executor": "aot_eager", "solver": "greedy", "variants": "none"}
 NAME = "fxremat_tests::triple"
 
 
@@ -194,7 +177,7 @@ def least(**options: Any) -> int:
     torch.manual_seed(0)
     with pytest.raises(fxremat.InfeasibleBudget) as refused:
         fxremat.explain(
-            blocks(), torch.randn(2048, 64), memory_budget="1MiB", options={**OPTIONS, **options}
+            blocks(), torch.randn(2048, 64), memory_budget="1MiB", options={**QUICK, **options}
         )
     return least_named(refused.value)
 
@@ -214,7 +197,7 @@ def test_gradients_are_the_same() -> None:
     expected = [p.grad for p in model.parameters()]
     model.zero_grad()
     budget = least(repeatable=[NAME])
-    options = {**OPTIONS, "memory_budget": budget, "repeatable": [NAME]}
+    options = {**QUICK, "memory_budget": budget, "repeatable": [NAME]}
     loss = torch.compile(model, backend="fxremat", options=options)(x)
     loss.backward()
     torch.testing.assert_close([p.grad for p in model.parameters()], expected)

@@ -35,9 +35,6 @@ from tests.conftest import Golden
 from tests.graphs import batch
 from tests.step_reports import altered
 
-# --- session ------------------------------------------------------------------------------
-
-
 REPORT = Report(
     graph=2,
     time_overhead=0.125,
@@ -74,18 +71,12 @@ def _own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fxremat.compile.session.cache_directory", lambda: str(tmp_path))
 
 
-# --- the report ---------------------------------------------------------------------------
-
-
 def test_report_text(golden: Golden) -> None:
     golden(str(REPORT))
 
 
 def test_report_summary_text(golden: Golden) -> None:
     golden(altered(replace(REPORT, from_cache=True), budget_bytes=None).summary())
-
-
-# --- the store ----------------------------------------------------------------------------
 
 
 def test_a_stored_report_is_read_back() -> None:
@@ -120,9 +111,6 @@ def test_what_is_no_report_counts_as_none(text: str) -> None:
     session.store("key", REPORT)
     session.store_path("key").write_text(text, encoding="utf-8")
     assert session.load("key", 0) is None
-
-
-# --- the state ----------------------------------------------------------------------------
 
 
 def test_planning_apart_leaves_no_trace_and_reset_forgets() -> None:
@@ -169,12 +157,6 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Card:
     return say
 
 
-def budget() -> int:
-    found = request._budget(options(), GPU, None)
-    assert found is not None
-    return found
-
-
 @pytest.mark.parametrize(
     ("says", "least", "most"),
     [
@@ -188,22 +170,22 @@ def test_a_budget_that_nobody_asked_for(
     card: Card, says: dict[str, Any], least: float, most: float
 ) -> None:
     card(**says)
-    assert least <= budget() <= most
-
-
-def test_nearly_equal_free_sizes_give_equal_budgets(card: Card) -> None:
-    card(free=70 * GIB)
-    first = budget()
-    card(free=70 * GIB + 3 * MIB)
-    assert budget() == first
+    found = request._budget(options(), GPU, None)
+    assert found is not None
+    assert least <= found <= most
 
 
 def test_a_budget_that_was_asked_for_is_taken(card: Card) -> None:
+    """Else nearly equal free sizes give equal budgets."""
+    card(free=70 * GIB)
+    first = request._budget(options(), GPU, None)
+    card(free=70 * GIB + 3 * MIB)
+    assert request._budget(options(), GPU, None) == first
     assert request._budget(options(memory_budget="8GiB"), GPU, None) == 8 * GIB
     assert request._budget(options(), torch.device("cpu"), None) is None
 
 
-def test_of_a_slice_the_rest_is_held(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_a_slice_the_rest_is_held(card: Card) -> None:
     """The graph counts the slice alone; what overlaps does not count twice."""
     whole = torch.zeros(1024)
     card(allocated=4096)
@@ -281,17 +263,15 @@ def test_kernels_are_tuned_only_where_there_are_some(card: Card) -> None:
     assert request._size_of_tuning(options(), GPU, None) == CACHE
 
 
+@pytest.mark.parametrize(("count", "tuned"), [("allocated", 0), ("reserved", 2 * MIB)])
 def test_workspaces_of_cublas_are_allocated_before_bytes_are_counted(
-    card: Card, monkeypatch: pytest.MonkeyPatch
+    card: Card, monkeypatch: pytest.MonkeyPatch, count: str, tuned: int
 ) -> None:
+    """Where reserved bytes count, tuning takes a segment of small blocks."""
     card(allocated=100)
     monkeypatch.setattr(request, "allocate_cublas", lambda device: card(allocated=5 * MIB))
-    weight = torch.empty(8, device="meta")
     monkeypatch.setattr(request, "device_of_inputs", lambda inputs: GPU)
-    asked = request.request_for([weight], options(count="allocated"))
-    assert asked.budget.held == 6 * MIB
-    asked = request.request_for([weight], options())
-    assert asked.budget.held == (6 + 2) * MIB  # with a segment of small blocks for tuning
+    assert asked([torch.empty(8, device="meta")], count=count).held == 6 * MIB + tuned
 
 
 @pytest.mark.parametrize(("count", "tuned"), [("allocated", 0), ("reserved", 2 * MIB)])

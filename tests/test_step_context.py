@@ -18,38 +18,21 @@ from fxremat.step import context, scope
 from fxremat.step import scope as scopes
 from fxremat.step.description import repeated
 from fxremat.step.versions import Offer, Part, followed_by
+from tests.end_to_end import Steps
+from tests.ranks import Blocks
 from tests.small import Block, Stack, seeded
 
 pytestmark = pytest.mark.usefixtures("fresh_budgets")
 
-
-# --- context ------------------------------------------------------------------------------
-
-
 HOST = torch.device("cpu")
-
-
-class Model(nn.Module):
-    """A head, and blocks of which some are compiled by themselves."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(8) for _ in range(4))
-        self.head = nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        y: Tensor = self.head(x)
-        return y
 
 
 def bytes_of(module: nn.Module) -> int:
     return sum(p.nbytes for p in module.parameters())
 
 
-def seen_in(model: nn.Module, parts: list[nn.Module], **given: Any) -> context.ModelContext:
-    """What the backend sees around the first part that is compiled."""
+def seen_in(model: nn.Module, parts: list[nn.Module], **given: Any) -> list[context.ModelContext]:
+    """What the backend sees around each graph that is compiled."""
     found: list[context.ModelContext] = []
 
     def backend(gm: Any, inputs: Any) -> Any:
@@ -59,21 +42,25 @@ def seen_in(model: nn.Module, parts: list[nn.Module], **given: Any) -> context.M
     for part in parts:
         part.compile(backend=backend)
     model(torch.ones(2, 8))
-    return found[0]
+    return found
 
 
 def test_runs_are_modules_of_the_class_that_are_compiled_by_themselves() -> None:
-    model = Model()
-    found = seen_in(model, list(model.blocks)[:3])
+    """Unless it is said how many there are."""
+    model = Blocks(4, 8)
+    found = seen_in(model, list(model.blocks)[:3])[0]
     assert found.runs == 3
     assert found.nbytes == bytes_of(model) - bytes_of(model.blocks[0]) + 8
     assert len(found.everything) == len(list(model.parameters())) + 1
+    model = Blocks(4, 8)
+    assert seen_in(model, list(model.blocks), instances=7)[0].runs == 7
 
 
-def test_a_model_that_is_compiled_as_a_whole_runs_once_and_has_nothing_around() -> None:
-    model = Model()
-    found = seen_in(model, [model])
+def test_what_is_compiled_as_a_whole_runs_once_and_has_nothing_around() -> None:
+    model = Blocks(4, 8)
+    found = seen_in(model, [model])[0]
     assert (found.runs, found.nbytes) == (1, 0)
+    assert context.model_context(Options(), HOST) == context.ModelContext()  # a function
 
 
 def test_parts_that_a_graph_break_leads_to_are_counted_too() -> None:
@@ -82,30 +69,15 @@ def test_parts_that_a_graph_break_leads_to_are_counted_too() -> None:
             torch._dynamo.graph_break()
             return super().forward(x)
 
-    model, found = Model(), list[context.ModelContext]()
+    model = Blocks(4, 8)
     model.blocks = nn.ModuleList([Broken(8), Broken(8), Broken(4)])
     model.forward = lambda x: model.blocks[1](model.blocks[0](x))  # type: ignore[method-assign]
-
-    def backend(gm: Any, inputs: Any) -> Any:
-        found.append(context.model_context(Options(), HOST))
-        return gm
-
-    torch.compile(model, backend=backend)(torch.ones(2, 8))
-    assert max(each.runs for each in found) == 2
-
-
-def test_what_is_said_comes_first() -> None:
-    model = Model()
-    assert seen_in(model, list(model.blocks), instances=7).runs == 7
-
-
-def test_outside_of_any_module_a_function_runs_once() -> None:
-    assert context.model_context(Options(), HOST) == context.ModelContext()
+    assert max(each.runs for each in seen_in(model, [model])) == 2
 
 
 def test_what_lies_around_is_not_kept_alive() -> None:
-    model = Model()
-    found = seen_in(model, list(model.blocks))
+    model = Blocks(4, 8)
+    found = seen_in(model, list(model.blocks))[0]
     torch._dynamo.reset()
     del model
     gc.collect()
@@ -125,21 +97,14 @@ def step_of(parts: list[Part], part_of: list[int], *, either_order: bool = False
     return Step(points, tuple(part_of), tuple(versions))
 
 
-def test_neighbours_of_a_run_are_gathered_in_the_backward() -> None:
-    points = repeated([part_of(0).interface], [0, 0, 0], 100, Gathered(ahead=7, sent=8))
-    outside = [point.outside_bytes for point in points]
-    assert outside == [107, 107, 107, 207, 157, 185, 198]
-
-
-def test_what_is_not_given_back_stays_while_a_run_waits() -> None:
-    """All of the parameters, which are then not gathered again; or a part, and they are."""
-    for kept, again in ((7, 0), (3, 7)):
-        gathered = Gathered(ahead=7, sent=8, kept=kept)
-        points = repeated([part_of(0).interface], [0, 0, 0], 100, gathered)
-        outside = [point.outside_bytes for point in points]
-        forward = [107, 107 + kept, 107 + 2 * kept, 207 + 3 * kept]
-        backward = [150 + again + 2 * kept, 178 + again + kept, 198]
-        assert outside == forward + backward
+@pytest.mark.parametrize(("kept", "again"), [(0, 7), (7, 0), (3, 7)])
+def test_neighbours_of_a_run_are_gathered_in_the_backward(kept: int, again: int) -> None:
+    """Unless all of their parameters stay while they wait; a part of these may."""
+    gathered = Gathered(ahead=7, sent=8, kept=kept)
+    points = repeated([part_of(0).interface], [0, 0, 0], 100, gathered)
+    forward = [107, 107 + kept, 107 + 2 * kept, 207 + 3 * kept]
+    backward = [150 + again + 2 * kept, 178 + again + kept, 198]
+    assert [point.outside_bytes for point in points] == forward + backward
 
 
 def test_blocks_that_follow_hold_what_they_are_given() -> None:
@@ -173,7 +138,7 @@ OPTIONS: dict[str, Any] = {
 }  # fmt: skip
 
 
-class Trained:
+class Trained(Steps):
     """A model, its inputs, and the loss of it compiled within a budget."""
 
     def __init__(self, budget: str = BUDGET) -> None:
@@ -181,14 +146,14 @@ class Trained:
         self.model = nn.Sequential(*(Block(64) for _ in range(4)))
         self.x = torch.randn(1024, 64)
         given = {**OPTIONS, "memory_budget": budget}
+        self.models, self.given = (self.model,), (self.x,)
         self.call: Any = torch.compile(self.loss, backend="fxremat", options=given)
 
     def loss(self, x: Tensor) -> Tensor:
         found: Tensor = self.model(x).square().mean()
         return found
 
-    def step(self) -> None:
-        self.model.zero_grad(set_to_none=True)
+    def run(self) -> None:
         self.call(self.x).backward()
 
     def evaluate(self) -> Tensor:
@@ -196,12 +161,9 @@ class Trained:
             found: Tensor = self.call(self.x)
         return found
 
-    def gradients(self) -> list[Tensor]:
+    def cloned(self) -> list[Tensor]:
+        """The gradients that are there."""
         return [p.grad.clone() for p in self.model.parameters() if p.grad is not None]
-
-    def peak_bytes(self, run: Any) -> int:
-        self.model.zero_grad(set_to_none=True)
-        return fxremat.measure_peak(run, held=(self.model, self.x)).peak_bytes
 
     @property
     def arena(self) -> Arena:
@@ -213,28 +175,15 @@ class Trained:
 def test_the_peak_is_as_predicted_with_the_arena_held() -> None:
     trained = Trained()
     trained.step()
-    first = trained.gradients()
+    first = trained.cloned()
     for _ in range(3):
         trained.step()
-        assert all(map(torch.equal, first, trained.gradients()))
+        assert all(map(torch.equal, first, trained.cloned()))
     assert trained.arena.nbytes > 0
     assert (trained.arena.conflicts, trained.arena.differences, trained.arena.missed) == (0, 0, 0)
     (report,) = fxremat.reports()
-    assert trained.peak_bytes(trained.step) == report.predicted_peak_bytes
-
-
-def test_the_block_that_is_given_back_is_gone() -> None:
-    """No half keeps it alive: a peak measured later counts it again, and an evaluation has it."""
-    trained = Trained()
-    for _ in range(3):
-        trained.step()
-    peaks = [trained.peak_bytes(trained.step) for _ in range(3)]
-    (report,) = fxremat.reports()
+    peaks = [trained.peak_bytes() for _ in range(3)]
     assert peaks == [report.predicted_peak_bytes] * 3
-    block = weakref.ref(trained.arena.block)
-    trained.model.zero_grad(set_to_none=True)
-    trained.evaluate()
-    assert block() is None
 
 
 def test_graphs_of_two_shapes_have_the_arena_in_turn() -> None:
@@ -247,7 +196,7 @@ def test_graphs_of_two_shapes_have_the_arena_in_turn() -> None:
         trained.x = x
         for _ in range(3):
             trained.step()
-        return trained.gradients(), trained.arena.nbytes
+        return trained.cloned(), trained.arena.nbytes
 
     found = [steps(x) for x in (whole, half)]
     (scope,) = scopes._SCOPES.values()
@@ -262,18 +211,21 @@ def test_graphs_of_two_shapes_have_the_arena_in_turn() -> None:
 
 
 def test_an_evaluation_has_the_bytes_of_the_arena() -> None:
+    """No half keeps the block alive that is given back."""
     trained = Trained()
     for _ in range(3):
         trained.step()
-    before, taken = trained.gradients(), trained.arena.nbytes
-    trained.model.zero_grad(set_to_none=True)
+    before, taken = trained.cloned(), trained.arena.nbytes
+    block = weakref.ref(trained.arena.block)
+    trained.forget_gradients()
     trained.evaluate()
+    assert block() is None
     assert trained.arena.nbytes == 0
     peak = trained.peak_bytes(trained.evaluate)
     assert peak <= fxremat.reports()[-1].predicted_peak_bytes
     trained.step()
     assert trained.arena.nbytes == taken
-    assert all(map(torch.equal, before, trained.gradients()))
+    assert all(map(torch.equal, before, trained.cloned()))
     assert trained.arena.conflicts == 0
 
 
@@ -283,7 +235,7 @@ def test_gradients_that_live_on_are_planned_for_before_the_forward() -> None:
 
     def iteration() -> None:
         trained.step()
-        trained.call(trained.x).backward()
+        trained.run()
 
     iteration()
     reports = fxremat.reports()
@@ -293,9 +245,9 @@ def test_gradients_that_live_on_are_planned_for_before_the_forward() -> None:
     for _ in range(3):
         assert trained.peak_bytes(iteration) <= 6 * 2**20
     assert len(fxremat.reports()) == 2
-    doubled = trained.gradients()
+    doubled = trained.cloned()
     trained.step()
-    for one, two in zip(trained.gradients(), doubled, strict=True):
+    for one, two in zip(trained.cloned(), doubled, strict=True):
         torch.testing.assert_close(2 * one, two)
 
 
@@ -355,17 +307,13 @@ def test_what_is_gone_counts_no_longer() -> None:
     assert len(only.given.parameters) == 2
 
 
-def trained() -> scope.BudgetScope:
+def test_graphs_are_gone_with_the_code_that_runs_them() -> None:
+    """Dynamo keeps that code longer than its modules; such a graph holds nothing."""
     model, x = seeded(Stack, 64, 32)
     compiled(model, memory_budget=SHARED)(x).sum().backward()
     [only] = scope._SCOPES.values()
     assert only.graphs
-    return only
-
-
-def test_graphs_are_gone_with_the_code_that_runs_them() -> None:
-    """Dynamo keeps that code longer than its modules; such a graph holds nothing."""
-    only = trained()
+    del model, x
     gc.collect()
     assert not only.given.parameters
     assert not only.given.batch

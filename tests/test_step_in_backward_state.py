@@ -23,8 +23,6 @@ from tests.stepping import Make, Slow, adamw, compiled_model, eager, layers_and_
 
 _fresh = stepping.fresh
 
-# --- errors -------------------------------------------------------------------------------
-
 
 def test_an_error_in_a_step_comes_out_of_the_backward() -> None:
     model, x = layers_and_input()
@@ -69,18 +67,16 @@ def test_a_backward_that_fails_leaves_no_step_behind() -> None:
     model.zero_grad()
     loss = call(x)
     held = runtime.host_bytes().now_bytes
-    with runtime.set_copy_speed(1e6), runtime.set_host_memory_cap(held + 3 * 64 * 64 * 4):
-        try:
-            loss.backward()
-        except fxremat.FxrematError:
-            failed = True
-        else:
-            failed = False
+    with (
+        runtime.set_copy_speed(1e6),
+        runtime.set_host_memory_cap(held + 3 * 64 * 64 * 4),
+        pytest.raises(fxremat.FxrematError),
+    ):
+        loss.backward()
     value = call(x)
     assert torch.equal(value, copy.deepcopy(model)(x))
     model.zero_grad()
     value.backward()
-    assert failed
     assert all(p.grad is None for p in model.parameters())
 
 
@@ -96,9 +92,6 @@ def test_optimizers_of_other_parameters_are_refused(make: Make) -> None:
         fxremat.step_in_backward(layers_and_input()[0], make)
     with pytest.raises(fxremat.InvalidOption, match="without parameters"):
         fxremat.step_in_backward(nn.ReLU(), make)
-
-
-# --- saving, and learning rates -----------------------------------------------------------
 
 
 def decayed(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:

@@ -18,24 +18,18 @@ from torch.utils.checkpoint import checkpoint
 import fxremat
 from fxremat.step import scope
 from fxremat.step.in_flight import watch_in_flight
-from fxremat.step.promise import Promise, PromisedVersion, RunVersions
-from tests.end_to_end import warned
+from fxremat.step.promise import Promise, RunVersions
+from tests.end_to_end import measured, step, warned
+from tests.ranks import least_named
 from tests.small import Chain
 
 HOST = torch.device("cpu")
 KIB = 1024
-Step = Callable[[], object]
-
 
 pytestmark = pytest.mark.usefixtures("fresh_budgets")
 
 
 told = partial(warned, fxremat.PromiseBroken)
-
-
-# --- models whose blocks are compiled one by one ------------------------------------------
-
-
 QUICK: dict[str, Any] = {"executor": "aot_eager", "solver": "greedy", "variants": "none"}
 
 
@@ -43,35 +37,33 @@ def chain(depth: int) -> tuple[Chain, Tensor, dict[str, Any]]:
     """A model, tokens for it, and options with 60 % of what it takes uncompiled."""
     torch.manual_seed(0)
     model, tokens = Chain(depth), torch.randint(32, (8, 128))
-    peak = fxremat.measure_peak(step_of(model, model, tokens), held=(model, tokens)).peak_bytes
+    return model, tokens, {**QUICK, "memory_budget": peak_bytes(model, tokens) * 6 // 10}
+
+
+def peak_bytes(model: nn.Module, tokens: Tensor) -> int:
+    """Of a step after the next one; there are no gradients before it and after it."""
+    peak = measured(model, model, (tokens,))
     model.zero_grad(set_to_none=True)
-    return model, tokens, {**QUICK, "memory_budget": peak * 6 // 10}
+    return peak
 
 
-def step_of(model: nn.Module, call: Callable[..., Any], *inputs: Any) -> Step:
-    def step() -> None:
-        model.zero_grad(set_to_none=True)
-        call(*inputs).backward()
-
-    return step
+def gradients(model: nn.Module, tokens: Tensor) -> list[Tensor | None]:
+    """Of a step."""
+    step(model, model, (tokens,))
+    return [parameter.grad for parameter in model.parameters()]
 
 
 @pytest.mark.parametrize("copy", [lambda given: given, dict])
 def test_blocks_compiled_by_themselves_share_the_budget(copy: Callable[[Any], Any]) -> None:
     """With the same options, or with equal ones; gradients stay what they are."""
     model, tokens, given = chain(8)
-    step = step_of(model, model, tokens)
-    step()
-    expected = [parameter.grad for parameter in model.parameters()]
+    expected = gradients(model, tokens)
     for block in model.blocks:
         block.compile(backend="fxremat", options=copy(given))
     with told() as found:
-        step()
-        step()
-    torch.testing.assert_close([parameter.grad for parameter in model.parameters()], expected)
-    model.zero_grad(set_to_none=True)
-    peak = fxremat.measure_peak(step, held=(model, tokens)).peak_bytes
-    assert peak <= given["memory_budget"]
+        torch.testing.assert_close(gradients(model, tokens), expected)
+        torch.testing.assert_close(gradients(model, tokens), expected)
+    assert peak_bytes(model, tokens) <= given["memory_budget"]
     assert found == []
 
 
@@ -82,14 +74,11 @@ def test_what_is_said_to_wait_alone_is_told_of_and_planned_again(
     model, tokens, given = chain(8)
     for block in model.blocks:
         block.compile(backend="fxremat", options={**given, "instances": 1})
-    step = step_of(model, model, tokens)
     with told() as first, caplog.at_level(logging.WARNING, logger="fxremat"):
-        step()
+        gradients(model, tokens)
     with told() as later:
-        step()
-        step()
-    model.zero_grad(set_to_none=True)
-    peak = fxremat.measure_peak(step, held=(model, tokens)).peak_bytes
+        gradients(model, tokens)
+        peak = peak_bytes(model, tokens)
     assert first[-1].planned_for == 8
     assert first[-1].budget_bytes == given["memory_budget"]
     assert any("planned for 8" in each.getMessage() for each in caplog.records)
@@ -102,7 +91,7 @@ def test_inputs_are_not_kept_alive() -> None:
     for block in model.blocks:
         block.compile(backend="fxremat", options=given)
     given_to_model = tokens.clone()
-    step_of(model, model, given_to_model)()
+    gradients(model, given_to_model)
     there = weakref.ref(given_to_model)
     call = torch.compile(exponential, backend="fxremat", options={**QUICK, "memory_budget": "1MiB"})
     x = torch.linspace(0, 1, 64, requires_grad=True)
@@ -116,7 +105,6 @@ def test_inputs_are_not_kept_alive() -> None:
 
 def test_blocks_that_cannot_share_the_budget_are_refused_with_the_least() -> None:
     model, tokens, given = chain(8)
-    step = step_of(model, model, tokens)
 
     def compile_within(budget: int) -> None:
         torch._dynamo.reset()
@@ -125,12 +113,9 @@ def test_blocks_that_cannot_share_the_budget_are_refused_with_the_least() -> Non
 
     compile_within(1 << 20)
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as caught:
-        step()
-    refusal = caught.value.inner_exception
-    assert isinstance(refusal, fxremat.InfeasibleBudget)
-    assert refusal.minimum_bytes is not None
-    compile_within(refusal.minimum_bytes)
-    step()
+        gradients(model, tokens)
+    compile_within(least_named(caught.value))
+    gradients(model, tokens)
 
 
 def test_micro_batches_are_told_of_only_where_forwards_wait() -> None:
@@ -163,7 +148,7 @@ def test_without_a_budget_nothing_is_said() -> None:
     for block in model.blocks:
         block.compile(backend="fxremat", options=QUICK)
     with told() as found:
-        step_of(model, model, tokens)()
+        gradients(model, tokens)
     assert found == []
 
 
@@ -175,10 +160,10 @@ def exponential(x: Tensor) -> Tensor:
     return x.exp()
 
 
-def alone(compiled: Callable[..., Any], promise: Promise) -> Callable[..., Any]:
+def alone(promise: Promise) -> Callable[..., Any]:
     """A graph of one version, which is planned to run by itself."""
-    peak, one = promise.peak_bytes, PromisedVersion(compiled, promise)
-    return watch_in_flight(RunVersions((one,), (0,), peak, peak), scope.scope_of(HOST, 40 * KIB))
+    runs = RunVersions((promise,), (0,), promise.peak_bytes, promise.peak_bytes)
+    return watch_in_flight(runs, scope.scope_of(HOST, 40 * KIB))
 
 
 def watched(
@@ -190,8 +175,8 @@ def watched(
     x = torch.linspace(0, 1, saved_bytes // 4, requires_grad=True)
 
     def backend(gm: Any, inputs: Any) -> Callable[..., Any]:
-        promise = Promise("the graph", HOST, 40 * KIB, peak_bytes, 0, 0, saved_bytes)
-        return alone(torch._dynamo.lookup_backend("aot_eager")(gm, inputs), promise)
+        made = torch._dynamo.lookup_backend("aot_eager")(gm, inputs)
+        return alone(Promise(made, "the graph", HOST, 40 * KIB, peak_bytes, 0, 0, saved_bytes))
 
     return torch.compile(forward, backend=backend), x
 
@@ -360,8 +345,7 @@ class Tagged(Tensor):
 def test_subclasses_are_left_alone() -> None:
     x = torch.ones(4, requires_grad=True).sin()
     result = torch.ones(4, requires_grad=True).as_subclass(Tagged)
-    promise = Promise("the graph", HOST, 1, 1, 0, 0, 1)
-    call = alone(lambda y: [result], promise)
+    call = alone(Promise(lambda y: [result], "the graph", HOST, 1, 1, 0, 0, 1))
     before = Tagged.seen
     assert call(x)[0] is result
     assert Tagged.seen == before
@@ -374,7 +358,7 @@ def test_attributes_of_the_compiled_function_are_kept() -> None:
 
     compiled.serialize = 1  # type: ignore[attr-defined]
     compiled._torchdynamo_orig_callable = 2  # type: ignore[attr-defined]
-    call = alone(compiled, Promise("the graph", HOST, 1, 1, 0, 0, 1))
+    call = alone(Promise(compiled, "the graph", HOST, 1, 1, 0, 0, 1))
     assert vars(call) == {"serialize": 1}
 
 

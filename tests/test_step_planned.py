@@ -21,6 +21,8 @@ from fxremat.step import graph as step_graph
 from fxremat.step import scope
 from fxremat.step.graph import Graph
 from fxremat.step.versions import Part, part_on_all_ranks
+from tests.end_to_end import Steps
+from tests.graphs import Net
 from tests.ranks import least_named
 from tests.small import Block, Language
 
@@ -28,7 +30,19 @@ QUICK: dict[str, Any] = {"executor": "aot_eager", "solver": "greedy", "variants"
 PLAIN: dict[str, Any] = {"backend": "aot_eager"}
 WORDS = 500
 
-pytestmark = pytest.mark.usefixtures("fresh")
+pytestmark = [
+    pytest.mark.usefixtures("fresh"),
+    pytest.mark.filterwarnings("ignore::fxremat.PromiseBroken", "ignore::fxremat.BudgetExceeded"),
+]
+
+
+def blocks(depth: int) -> nn.Sequential:
+    return nn.Sequential(*(Block(32) for _ in range(depth)))
+
+
+def one_graph(depth: int) -> nn.Module:
+    """Blocks, and the loss."""
+    return Net(lambda net, x: net.blocks(x).square().mean(), blocks=blocks(depth))
 
 
 class TwoBreaks(nn.Module):
@@ -36,7 +50,7 @@ class TwoBreaks(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(32) for _ in range(4))
+        self.blocks = blocks(4)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.blocks[0](x)
@@ -64,11 +78,11 @@ class HeadApart(nn.Module):
 
     def __init__(self, depth: int, *, head_and_loss: bool) -> None:
         super().__init__()
-        self.blocks, self.head = OneGraph(depth), nn.Linear(32, 64)
+        self.blocks, self.head = blocks(depth), nn.Linear(32, 64)
         self.head_and_loss = head_and_loss
 
     def forward(self, x: Tensor) -> Any:
-        x = self.blocks.blocks(x)
+        x = self.blocks(x)
         if self.head_and_loss:
             torch._dynamo.graph_break()
         logits = self.head(x)
@@ -77,25 +91,13 @@ class HeadApart(nn.Module):
         return logits.float().logsumexp(-1).mean(), logits
 
 
-class OneGraph(nn.Module):
-    """Blocks, and the loss."""
-
-    def __init__(self, depth: int) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(*(Block(32) for _ in range(depth)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        loss: Tensor = self.blocks(x).square().mean()
-        return loss
-
-
 @dataclass
-class Case:
-    """Models and what they are given; ``run`` makes a step of them as they were compiled."""
+class Case(Steps):
+    """Models and what they are given; ``how`` they run as they were compiled."""
 
     models: Sequence[nn.Module]
     given: Sequence[Tensor]
-    run: Callable[[Sequence[Any], Sequence[Tensor]], None]
+    how: Callable[[Sequence[Any], Sequence[Tensor]], Any]
     losses: Sequence[Any] = ()
     """Functions that are compiled by themselves."""
     parts: Sequence[nn.Module] = ()
@@ -117,21 +119,8 @@ class Case:
         whole = (*(() if self.parts else self.models), *self.losses)
         self.functions = [torch.compile(one, **how()) for one in whole]
 
-    def step(self) -> None:
-        self.forget_gradients()
-        self.run(self.functions, self.given)
-
-    def forget_gradients(self) -> None:
-        for model in self.models:
-            model.zero_grad(set_to_none=True)
-
-    def gradients(self) -> list[Tensor | None]:
-        self.step()
-        return [p.grad for model in self.models for p in model.parameters()]
-
-    def peak_bytes(self) -> int:
-        self.forget_gradients()
-        return fxremat.measure_peak(self.step, held=(*self.models, *self.given)).peak_bytes
+    def run(self) -> None:
+        self.how(self.functions, self.given)
 
     @cached_property
     def plain(self) -> tuple[list[Tensor | None], int]:
@@ -143,11 +132,13 @@ class Case:
 
     def budget(self, percent: int | None) -> int:
         """So much of plain's peak; without a number the least that an error names."""
-        if percent is not None:
-            return self.plain[1] * percent // 100
-        least = self.refused(MIB)
-        assert least is not None
-        return least
+        return self.least(MIB) if percent is None else self.plain[1] * percent // 100
+
+    def least(self, budget: int | str = "128KiB") -> int:
+        """What the error names by which so little is refused."""
+        named = self.refused(budget)
+        assert named is not None
+        return named
 
     def refused(self, budget: int | str) -> int | None:
         """The least that is named where the first step is refused, or the second."""
@@ -223,12 +214,8 @@ def parts_apart() -> Case:
 
 def in_turn(*depths: int) -> Case:
     torch.manual_seed(0)
-
-    def run(functions: Sequence[Any], given: Sequence[Tensor]) -> None:
-        for function in functions:
-            function(*given).backward()
-
-    return Case([OneGraph(depth) for depth in depths], [torch.randn(512, 32)], run)
+    models = [one_graph(depth) for depth in depths]
+    return Case(models, [torch.randn(512, 32)], lambda f, given: [c(*given).backward() for c in f])
 
 
 @cache
@@ -242,7 +229,7 @@ def adversaries() -> Case:
             loss: Any = F.softplus(sign * functions[1](each)).mean()
             loss.backward()
 
-    models = [nn.Sequential(*(Block(32) for _ in range(depth))) for depth in (1, 2)]
+    models = [blocks(depth) for depth in (1, 2)]
     return Case(models, [torch.randn(512, 32)], run)
 
 
@@ -251,7 +238,7 @@ def eager_stem() -> Case:
     """A few layers that nobody compiles, before those that are: Dynamo may have given up there."""
     torch.manual_seed(0)
     stem = nn.Sequential(nn.Linear(32, 256), nn.GELU(), nn.Linear(256, 32), nn.GELU())
-    model = nn.Sequential(stem, nn.Sequential(*(Block(32) for _ in range(4))))
+    model = nn.Sequential(stem, blocks(4))
 
     def run(functions: Sequence[Any], given: Sequence[Tensor]) -> None:
         model(*given).square().mean().backward()
@@ -259,35 +246,21 @@ def eager_stem() -> Case:
     return Case([model], [torch.randn(2048, 32)], run, parts=[model[1]])
 
 
-class EagerBetween(nn.Module):
-    """What nobody compiles stands between the layers and the loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(*(Block(32) for _ in range(4)))
-        self.head = OneGraph(1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        loss: Tensor = self.head(F.gelu(torch.cat([self.blocks(x)] * 4)))
-        return loss
-
-
 @cache
 def eager_between() -> Case:
+    """What nobody compiles stands between the layers and the loss."""
     torch.manual_seed(0)
-    model = EagerBetween()
-
-    def run(functions: Sequence[Any], given: Sequence[Tensor]) -> None:
-        model(*given).backward()
-
-    return Case([model], [torch.randn(512, 32)], run, parts=[model.blocks, model.head])
+    parts = {"blocks": blocks(4), "head": one_graph(1)}
+    model = Net(lambda net, x: net.head(F.gelu(torch.cat([net.blocks(x)] * 4))), **parts)
+    x = torch.randn(512, 32)
+    return Case([model], [x], lambda _, given: model(*given).backward(), parts=[*parts.values()])
 
 
 @cache
 def called_by_a_function(checkpointed: bool) -> Case:
     """Blocks, each of which is compiled by itself."""
     torch.manual_seed(0)
-    blocks = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(6)]
+    models = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(6)]
 
     def run(functions: Sequence[Any], given: Sequence[Tensor]) -> None:
         x = given[0]
@@ -296,39 +269,47 @@ def called_by_a_function(checkpointed: bool) -> Case:
         loss: Any = x.square().mean()
         loss.backward()
 
-    return Case(blocks, [torch.randn(512, 64)], run)
+    return Case(models, [torch.randn(512, 64)], run)
 
 
-@pytest.mark.parametrize(("checkpointed", "percent"), [(False, 75), (True, 100), (True, 101)])
-def test_blocks_that_a_function_calls_keep_the_budget(checkpointed: bool, percent: int) -> None:
-    """Weights and gradients of all of them count before they run."""
-    case = called_by_a_function(checkpointed)
-    assert case.kept(case.budget(percent)) > case.plain[1] // 2
+@pytest.mark.parametrize(
+    ("make", "percent", "taken"),
+    [
+        (partial(called_by_a_function, False), 75, 0.5),  # weights of all count before they run
+        (partial(called_by_a_function, True), 100, 0.5),
+        (partial(called_by_a_function, True), 101, 0.5),
+        (eager_stem, 75, 0.6),  # what eager code saves counts from the second step on
+        (partial(two_breaks, WithLogits), 80, 0.0),
+        pytest.param(partial(in_turn, 3, 3), 60, 0.0, id="two models in turn, one graph for both"),
+        pytest.param(partial(in_turn, 3, 2), 60, 0.0, id="two models in turn, two graphs"),
+    ],
+)
+def test_a_step_keeps_its_budget(make: Callable[[], Case], percent: int, taken: float) -> None:
+    """From the first step on without a warning; and takes more than this part of plain's peak."""
+    case = make()
+    assert case.kept(case.budget(percent)) > taken * case.plain[1]
 
 
-def test_what_eager_code_before_a_graph_saves_counts_from_the_second_step_on() -> None:
-    case = eager_stem()
-    assert case.kept(case.budget(75)) > case.plain[1] * 0.6
+def dearer(part: Part, more: int, **changed: Any) -> Part:
+    """The part as if each version that it offers took so many bytes more."""
+    versions = (
+        replace(
+            one.version,
+            forward_bytes=one.version.forward_bytes + more,
+            backward_bytes=one.version.backward_bytes + more,
+        )
+        for one in part.offers
+    )
+    pairs = zip(part.offers, versions, strict=True)
+    return replace(part, offers=tuple(replace(one, version=v, **changed) for one, v in pairs))
 
 
 def test_versions_that_ran_stay_where_all_that_is_planned_seems_to_take_too_much(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As of a loss that is planned op by op, and whose code is one kernel: its dry run knows."""
-    real, much = Graph.as_part, 10**9
-
-    def too_much(self: Graph, *asked: Any) -> Part:
-        part = real(self, *asked)
-        offers = (
-            replace(one, version=replace(
-                one.version,
-                forward_bytes=one.version.forward_bytes + much,
-                backward_bytes=one.version.backward_bytes + much,
-            )) for one in part.offers
-        )  # fmt: skip
-        return replace(part, offers=tuple(offers))
-
-    monkeypatch.setattr(Graph, "as_part", too_much)
+    real = Graph.as_part
+    monkeypatch.setattr(Graph, "as_part", lambda *asked: dearer(real(*asked), 10**9))
     case = two_breaks()
     case.kept(case.budget(90))
 
@@ -346,31 +327,21 @@ def test_what_checkpoints_hold_is_counted_once_however_often_it_was_seen() -> No
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_blocks_that_a_function_calls_are_refused_with_a_true_least(checkpointed: bool) -> None:
     case = called_by_a_function(checkpointed)
-    least = case.refused(MIB)
-    assert least is not None
+    least = case.least(MIB)
     weights = sum(p.nbytes for model in case.models for p in model.parameters())
     assert least > 2 * weights
     assert case.refused(least) is None
 
 
-@pytest.mark.filterwarnings("ignore::fxremat.PromiseBroken")
-@pytest.mark.filterwarnings("ignore::fxremat.BudgetExceeded")
 def test_a_graph_that_runs_again_after_its_backward_is_planned_with_the_others() -> None:
+    """The least is known when all runs are: weights that two graphs share have one gradient."""
     case = adversaries()
     assert case.kept(case.budget(60)) > case.plain[1] // 2
-
-
-@pytest.mark.filterwarnings("ignore::fxremat.PromiseBroken")
-@pytest.mark.filterwarnings("ignore::fxremat.BudgetExceeded")
-def test_two_models_in_turn_are_refused_with_the_least_of_the_whole_step() -> None:
-    """Known when all their runs are: weights that two graphs share have one gradient."""
-    case = adversaries()
     least = case.budget(None)
     assert case.kept(least) > least * 9 // 10
     assert case.refused(least * 9 // 10) is not None
 
 
-@pytest.mark.filterwarnings("ignore::fxremat.PromiseBroken")
 @pytest.mark.parametrize(
     ("make", "percent", "one_dict"),
     [
@@ -403,12 +374,10 @@ def test_a_plan_stays_where_gradients_of_before_leave_it_too_few_bytes() -> None
     case.gradients()  # they live on under the first step within the budget
     case.compile(least)
     for _ in range(2):
-        case.run(case.functions, case.given)
+        case.run()
     assert case.peak_bytes() <= least
 
 
-@pytest.mark.filterwarnings("ignore::fxremat.PromiseBroken")
-@pytest.mark.filterwarnings("ignore::fxremat.BudgetExceeded")
 def test_gradients_that_live_on_are_planned_for_by_all_graphs() -> None:
     """From the step on that first begins with some: then they count, and new ones beside them."""
     case = two_breaks()
@@ -416,54 +385,38 @@ def test_gradients_that_live_on_are_planned_for_by_all_graphs() -> None:
     case.compile(budget)
     case.forget_gradients()
     for _ in range(4):  # micro-batches
-        case.run(case.functions, case.given)
+        case.run()
     expected = [4 * gradient for gradient in case.plain[0] if gradient is not None]
     torch.testing.assert_close([p.grad for p in case.models[0].parameters()], expected)
     held = (*case.models, *case.given)
-
-    def accumulate() -> None:
-        case.run(case.functions, case.given)
-
-    measured = fxremat.measure_peak(accumulate, held=held).peak_bytes
+    measured = fxremat.measure_peak(case.run, held=held).peak_bytes
     predicted = fxremat.reports()[-1].step_peak_bytes
     assert predicted is not None
     assert measured <= predicted <= budget
 
 
-@pytest.mark.filterwarnings("ignore::fxremat.PromiseBroken")
 @pytest.mark.parametrize("make", [two_breaks, parts_apart, eager_between])
 def test_the_least_that_is_named_is_that_of_all_graphs_however_little_was_asked_for(
     make: Callable[[], Case],
 ) -> None:
     """Also where the first graph alone needs more, and where eager code saves something later."""
     case = make()
-    least = case.refused("128KiB")
-    assert least is not None
+    least = case.least()
     assert case.kept(least) > least * 9 // 10
 
 
-@pytest.mark.filterwarnings("ignore::fxremat.PromiseBroken")
 def test_the_least_is_what_code_takes_where_all_that_is_offered_takes_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As where Inductor chooses a layout in which a library call needs no workspace."""
     case = two_breaks()
-    least = case.refused("128KiB")
-    assert least is not None
+    least = case.least()
 
-    def dearer(*given: Any) -> Part:
-        part = part_on_all_ranks(*given)
-        taken = (
-            replace(one.version, backward_bytes=one.version.backward_bytes + least)
-            for one in part.offers
-        )
-        pairs = zip(part.offers, taken, strict=True)
-        return replace(part, offers=tuple(replace(one, version=v, exact=True) for one, v in pairs))
+    def offered(*given: Any) -> Part:
+        return dearer(part_on_all_ranks(*given), least, exact=True)
 
-    monkeypatch.setattr(step_graph, "part_on_all_ranks", dearer)
-    named = case.refused("128KiB")
-    assert named is not None
-    assert named <= 1.1 * least
+    monkeypatch.setattr(step_graph, "part_on_all_ranks", offered)
+    assert case.least() <= 1.1 * least
 
 
 def test_what_is_explained_of_a_model_with_graph_breaks_is_measured() -> None:
@@ -477,11 +430,6 @@ def test_what_is_explained_of_a_model_with_graph_breaks_is_measured() -> None:
     assert case.kept(budget) == predicted
 
 
-def test_logits_that_a_model_with_graph_breaks_returns_are_counted() -> None:
-    case = two_breaks(WithLogits)
-    case.kept(case.budget(80))
-
-
 def test_a_graph_takes_all_that_the_others_leave_of_the_budget() -> None:
     """Between the few versions that it offers, too."""
     case = two_breaks(partial(HeadApart, 6, head_and_loss=False))
@@ -491,13 +439,6 @@ def test_a_graph_takes_all_that_the_others_leave_of_the_budget() -> None:
         assert fxremat.reports()[-2].time_overhead > 0
 
 
-@pytest.mark.parametrize("depths", [(3, 3), (3, 2)], ids=["one graph for both", "two graphs"])
-def test_two_models_in_turn_keep_their_budget(depths: tuple[int, int]) -> None:
-    case = in_turn(*depths)
-    case.kept(case.budget(60))
-
-
-@pytest.mark.filterwarnings("ignore::fxremat.PromiseBroken")
 @pytest.mark.parametrize("sent", [False, True])
 def test_logits_beside_the_loss_of_the_last_graph_get_no_gradient_unless_one_comes(
     sent: bool, caplog: pytest.LogCaptureFixture

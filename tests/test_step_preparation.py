@@ -15,36 +15,36 @@ import fxremat
 from fxremat.compile import session
 from fxremat.options import Options
 from fxremat.step import preparation as preparing
+from tests.end_to_end import Steps
 from tests.graphs import Net
 from tests.small import Block
 
 QUICK: dict[str, Any] = {"executor": "aot_eager", "solver": "greedy", "variants": "none"}
+PLAIN: dict[str, Any] = {"backend": "aot_eager"}
 WORDS = 600
 
 
 pytestmark = pytest.mark.usefixtures("fresh")
 
 
-class Language(nn.Module):
+def language(depth: int = 6, width: int = 64, wide: int = 0) -> Net:
     """Embedding, blocks of one or two widths, and a head that is large beside them."""
 
-    def __init__(self, depth: int = 6, width: int = 64, wide: int = 0) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(WORDS, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
-        self.widen = nn.Linear(width, 2 * width) if wide else nn.Identity()
-        self.wide = nn.ModuleList(Block(2 * width) for _ in range(wide))
-        self.head = nn.Linear(2 * width if wide else width, WORDS)
+    def forward(net: Any, tokens: Tensor) -> Any:
+        x = net.embedding(tokens)
+        for part in (*net.blocks, net.widen, *net.wide):
+            x = part(x)
+        return net.head(x)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
-        x = self.widen(x)
-        for block in self.wide:
-            x = block(x)
-        logits: Tensor = self.head(x)
-        return logits
+    last = 2 * width if wide else width
+    return Net(
+        forward,
+        embedding=nn.Embedding(WORDS, width),
+        blocks=nn.ModuleList(Block(width) for _ in range(depth)),
+        widen=nn.Linear(width, last) if wide else nn.Identity(),
+        wide=nn.ModuleList(Block(last) for _ in range(wide)),
+        head=nn.Linear(last, WORDS),
+    )
 
 
 def loss_of(logits: Tensor) -> Tensor:
@@ -52,15 +52,9 @@ def loss_of(logits: Tensor) -> Tensor:
     return logits.flatten(0, 1).logsumexp(1).mean() - logits[..., 0].mean()
 
 
-class WithLoss(nn.Module):
+def with_loss(**given: Any) -> Net:
     """The same, with the loss inside."""
-
-    def __init__(self, **given: Any) -> None:
-        super().__init__()
-        self.model = Language(**given)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return loss_of(self.model(tokens))
+    return Net(lambda net, tokens: loss_of(net.model(tokens)), model=language(**given))
 
 
 def gradients_of(model: nn.Module) -> list[Tensor | None]:
@@ -73,15 +67,14 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
 def compile_blocks(model: nn.Module) -> None:
     for block in blocks_of(model):
-        block.compile(backend="aot_eager")
+        block.compile(**PLAIN)
 
 
 def wrap_blocks(model: nn.Module) -> None:
     for module in list(model.modules()):
         if isinstance(module, nn.ModuleList):
             for name, block in list(module._modules.items()):
-                assert block is not None
-                wrapped: Any = torch.compile(block, backend="aot_eager")
+                wrapped: Any = torch.compile(block, **PLAIN)
                 module._modules[name] = wrapped
 
 
@@ -89,34 +82,28 @@ def compile_nothing(model: nn.Module) -> None:
     """`prepare` compiles the whole then."""
 
 
-class Case:
+class Case(Steps):
     """A model, its plain step, what that takes, and the gradients that it gives."""
 
     def __init__(self, compile_parts: Callable[[nn.Module], None], *, inside: bool, wide: int = 0):
         torch.manual_seed(0)
         size = {"wide": wide, "depth": 2 if compile_parts is compile_nothing else 6}
-        self.model: nn.Module = WithLoss(**size) if inside else Language(**size)
+        self.model = with_loss(**size) if inside else language(**size)
         self.loss = None if inside else loss_of
         self.tokens = torch.randint(WORDS, (4, 64))
-        self.step()
-        self.gradients = gradients_of(self.model)
+        self.models, self.given = (self.model,), (self.tokens,)
+        self.expected = self.gradients()
         compile_parts(self.model)
         self.step()
         self.plain_peak = self.peak_bytes()
 
-    def step(self) -> None:
-        self.model.zero_grad(set_to_none=True)
+    def run(self) -> None:
         result = self.model(self.tokens)
         (result if self.loss is None else self.loss(result)).backward()
 
-    def peak_bytes(self) -> int:
-        self.step()
-        self.model.zero_grad(set_to_none=True)
-        return fxremat.measure_peak(self.step, held=(self.model, self.tokens)).peak_bytes
-
     def prepare(self, budget: int, **more: Any) -> None:
         torch._dynamo.reset()
-        self.model.zero_grad(set_to_none=True)
+        self.forget_gradients()
         options = {**QUICK, **more}
         fxremat.prepare(
             self.model, self.tokens, loss=self.loss, memory_budget=budget, options=options
@@ -146,8 +133,8 @@ def test_budgets_are_kept_and_gradients_stay(
     assert least is not None
     for budget in (case.plain_peak * 8 // 10, least):
         case.prepare(budget)
+        torch.testing.assert_close(case.gradients(), case.expected)
         case.step()
-        torch.testing.assert_close(gradients_of(case.model), case.gradients)
         assert case.peak_bytes() <= budget
 
 
@@ -157,7 +144,8 @@ def test_blocks_of_two_kinds_share_the_budget() -> None:
     seen, _ = next(iter(session.STATE.seen.values()))
     assert len(seen.parts) == 2
     assert sorted(len(seen.runs_of(part)) for part in range(2)) == [3, 6]
-    case.step()
+    for _ in range(2):
+        case.step()
     assert case.peak_bytes() <= case.plain_peak * 7 // 10
 
 
@@ -214,8 +202,8 @@ def test_blocks_move_what_they_save_to_the_host_where_that_is_faster() -> None:
     case = Case(compile_blocks, inside=True)
     budget = case.plain_peak * 7 // 10
     case.prepare(budget, solver="auto", offload=True, host_bandwidth="400GB/s")
+    torch.testing.assert_close(case.gradients(), case.expected)
     case.step()
-    torch.testing.assert_close(gradients_of(case.model), case.gradients)
     measured, reports = case.peak_bytes(), fxremat.reports()
     assert measured <= budget
     assert measured == pytest.approx(reports[-1].step_peak_bytes, rel=0.01)
@@ -237,7 +225,7 @@ def test_the_model_is_left_as_it_was_when_it_is_refused() -> None:
 
 def test_a_model_without_a_loss_is_told_what_to_give() -> None:
     with pytest.raises(fxremat.FxrematError, match="loss="):
-        fxremat.prepare(Language(), torch.zeros(2, 8, dtype=torch.long), memory_budget="1GiB")
+        fxremat.prepare(language(), torch.zeros(2, 8, dtype=torch.long), memory_budget="1GiB")
 
 
 def test_an_object_with_a_loss_is_gone_backward_from() -> None:
@@ -287,8 +275,7 @@ def test_more_runs_than_were_seen_are_planned_again() -> None:
     losses = [case.model(case.tokens) for _ in range(4)]
     for loss in losses:
         loss.backward()
-    case.step()
-    torch.testing.assert_close(gradients_of(case.model), case.gradients)
+    torch.testing.assert_close(case.gradients(), case.expected)
 
 
 class Looking(Block):
@@ -302,23 +289,20 @@ class Looking(Block):
 def test_regions_of_a_model_are_wrapped_and_look_at_tensors() -> None:
     """As those that accelerate compiles: layers of torch too, and code that knows fake tensors."""
 
-    def wrap(model: nn.Module) -> None:
-        assert isinstance(model, WithLoss)
-        language: Any = model.model
-        language.embedding = torch.compile(language.embedding, backend="aot_eager")
-        language.head = torch.compile(language.head, backend="aot_eager")
-        language.blocks = nn.ModuleList(Looking(64) for _ in range(6))
+    def wrap(model: Any) -> None:
+        for name in ("embedding", "head"):
+            setattr(model.model, name, torch.compile(model.model.get_submodule(name), **PLAIN))
+        model.model.blocks = nn.ModuleList(Looking(64) for _ in range(6))
         wrap_blocks(model)
 
     case = Case(wrap, inside=True)
-    case.step()
-    expected = [None if p.grad is None else p.grad.clone() for p in case.model.parameters()]
+    expected = case.gradients()
     budget = case.plain_peak * 7 // 10
     case.prepare(budget)
     (seen, _), *_ = session.STATE.seen.values()
     assert sorted(len(seen.runs_of(part)) for part in range(len(seen.parts))) == [1, 1, 6]
+    torch.testing.assert_close(case.gradients(), expected)
     case.step()
-    torch.testing.assert_close(gradients_of(case.model), expected)
     assert case.peak_bytes() <= budget
     assert len(fxremat.reports()) <= 4
 
@@ -328,7 +312,7 @@ def test_regions_of_a_model_are_wrapped_and_look_at_tensors() -> None:
 def test_reserved_bytes_of_blocks_on_a_gpu(how: str) -> None:
     """Blocks that are compiled one by one, with fused kernels: at 60 % of what plain reserves."""
     torch.manual_seed(0)
-    model = WithLoss(depth=8, width=1024).cuda().bfloat16()
+    model = with_loss(depth=8, width=1024).cuda().bfloat16()
     tokens = torch.randint(WORDS, (16, 512), device="cuda")
 
     def reserved() -> int:

@@ -91,6 +91,7 @@ def offer(time_us: float, saved: tuple[int, ...], again: int) -> Offer:
 WAYS = {(31, 30, 33): 0, (31,): 2, (7,): 3}
 """What is saved, and how many blocks are computed again: from the fastest to the least."""
 OFFERS = tuple(offer(100.0 + 10 * n, saved, n) for n, (saved, _) in enumerate(WAYS.items()))
+PART = Part(Interface(WIDE + 4 * MIB, WIDE, WIDE, WIDE, 4 * MIB), OFFERS)
 
 
 def outside_of(runs: int) -> Iterator[Outside]:
@@ -166,13 +167,12 @@ class Step:
 
     def seen(self) -> StepDescription:
         """As it was looked at."""
-        part = Part(Interface(WIDE + 4 * MIB, WIDE, WIDE, WIDE, 4 * MIB), OFFERS)
         places = tuple(self.part_of[:k].count(own) for k, own in enumerate(self.part_of))
         return StepDescription(
             points_of(outside_of(RUNS)),
             self.part_of,
             places,
-            [part] * len(set(self.part_of)),
+            [PART] * len(set(self.part_of)),
             None,
             lambda runs: outside_of(len(runs)),
         )
@@ -181,20 +181,14 @@ class Step:
         """The report of the fastest version within the limits."""
         wanted, between = request.budget.soft_limit, request.budget.between
         assert wanted is not None
-        place = next(
-            k
-            for k, one in enumerate(OFFERS)
+        one, (saved, again) = next(
+            (one, way)
+            for one, way in zip(OFFERS, WAYS.items(), strict=True)
             if one.peak_bytes <= wanted and one.peak_bytes - one.between_bytes <= wanted - between
         )
-        saved, again = list(WAYS.items())[place]
-        return SimpleNamespace(
-            graph=0,
-            as_part=OFFERS[place].version,
-            events=events_of(saved, again),
-            counted_peak_bytes=OFFERS[place].peak_bytes,
-            held_bytes=0,
-            saved_bytes=0,
-        )
+        figures = {"counted_peak_bytes": one.peak_bytes, "held_bytes": 0, "saved_bytes": 0}
+        events = events_of(saved, again)
+        return SimpleNamespace(graph=0, as_part=one.version, events=events, **figures)
 
     def runs(self, seen: StepDescription | None, index: int = 0) -> GraphInStep:
         """The runs of one of the parts."""
@@ -204,14 +198,11 @@ class Step:
             self.compiled += [one for one in OFFERS if one.version == report.as_part]
             return CompiledVersion(lambda: report, report)
 
-        def look(request: Request, count: int) -> Part:
-            return Part(Interface(WIDE + 4 * MIB, WIDE, WIDE, WIDE, 4 * MIB), OFFERS)
-
         allocator = AllocatorSettings()
         request = Request(
             Budget(self.budget, autotune=self.tuning, metric="reserved", allocator=allocator)
         )
-        graph = graph_of(compile_version, self.plan, look)
+        graph = graph_of(compile_version, self.plan, lambda request, count: PART)
         return in_step(graph, request, RUNS, seen, index)
 
 

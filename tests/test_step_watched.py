@@ -19,7 +19,7 @@ from fxremat.memory.watched_steps import WATCHED_STEPS, StepWatch
 from fxremat.sizes import MIB, parse_bytes
 from fxremat.step import scope
 from fxremat.step.promise import Observed
-from tests.end_to_end import warned
+from tests.end_to_end import Steps, warned
 from tests.small import Block
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -30,7 +30,7 @@ WORDS = 4000
 pytestmark = pytest.mark.usefixtures("fresh_budgets")
 
 
-class Case:
+class Case(Steps):
     """Blocks, with a head and a loss that are not compiled; or a hook that keeps what it gets."""
 
     def __init__(self, *, loss_outside: bool) -> None:
@@ -38,27 +38,24 @@ class Case:
         self.model = nn.Sequential(*(Block(64) for _ in range(4)))
         self.head = nn.Linear(64, WORDS)
         self.x, self.target = torch.randn(1024, 64), torch.randint(WORDS, (1024,))
-        self.held = (self.model, self.head, self.x, self.target)
+        self.models, self.given = (self.model, self.head), (self.x, self.target)
         self.loss_outside = loss_outside
         self.call: Callable[..., Any] = self.model
 
     def compile(self, **options: Any) -> None:
         torch._dynamo.reset()
         scope.forget()
-        if self.loss_outside:
-            for block in self.model:
-                block.compile(backend="fxremat", options={**QUICK, **options})
-        else:
-            call = torch.compile(self.whole, backend="fxremat", options={**QUICK, **options})
-            self.call = call
+        how: dict[str, Any] = {"backend": "fxremat", "options": {**QUICK, **options}}
+        for block in self.model if self.loss_outside else ():
+            block.compile(**how)
+        if not self.loss_outside:
+            self.call = torch.compile(self.whole, **how)
 
     def whole(self, x: torch.Tensor) -> torch.Tensor:
         loss: torch.Tensor = self.model(x).square().mean()
         return loss
 
-    def step(self) -> None:
-        for module in (self.model, self.head):
-            module.zero_grad(set_to_none=True)
+    def run(self) -> None:
         result: Any = self.call(self.x)
         if self.loss_outside:
             result = F.cross_entropy(self.head(result), self.target)
@@ -70,11 +67,6 @@ class Case:
             for _ in range(steps):
                 self.step()
         return said
-
-    def peak_bytes(self) -> int:
-        for module in (self.model, self.head):
-            module.zero_grad(set_to_none=True)
-        return fxremat.measure_peak(self.step, held=self.held).peak_bytes
 
 
 def test_a_loss_outside_is_planned_for_once_it_was_seen() -> None:

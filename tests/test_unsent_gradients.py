@@ -25,10 +25,6 @@ from tests.small import Block
 
 pytestmark = pytest.mark.usefixtures("fresh")
 
-
-# --- unsent gradients ---------------------------------------------------------------------
-
-
 QUICK: dict[str, Any] = {"executor": "aot_eager", "solver": "greedy", "variants": "none"}
 WORDS = 1000
 
@@ -48,18 +44,11 @@ class WithLogits(nn.Module):
 
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-
-
-def its_own(loss: Tensor, logits: Tensor) -> Tensor:
-    return loss
-
-
-def of_both(loss: Tensor, logits: Tensor) -> Tensor:
-    return loss + logits.square().mean()
-
-
-def of_logits(loss: Tensor, logits: Tensor) -> Tensor:
-    return logits.square().mean()
+LOSSES: dict[str, Loss] = {
+    "its own": lambda loss, logits: loss,
+    "of both": lambda loss, logits: loss + logits.square().mean(),
+    "of logits": lambda loss, logits: logits.square().mean(),
+}
 
 
 class Trained:
@@ -73,20 +62,19 @@ class Trained:
         how: dict[str, Any] = {"backend": "fxremat", "options": options}
         self.call = torch.compile(self.model, **(how if budget else {"backend": "aot_eager"}))
 
-    def step(self, loss: Loss) -> list[Tensor]:
+    def step(self, loss: str = "its own", forwards: int = 1) -> list[Tensor]:
         self.model.zero_grad(set_to_none=True)
         torch.manual_seed(1)
-        value: Any = loss(*self.call(self.words))
+        value: Any = sum(LOSSES[loss](*self.call(self.words)) for _ in range(forwards))
         value.backward()
         return [p.grad for p in self.model.parameters() if p.grad is not None]
 
-    def steps(self, losses: Sequence[Loss]) -> list[list[Tensor]]:
+    def steps(self, losses: Sequence[str]) -> list[list[Tensor]]:
         return [self.step(loss) for loss in losses]
 
     def peak_bytes(self) -> int:
         self.model.zero_grad(set_to_none=True)
-        held = (self.model, self.words)
-        return fxremat.measure_peak(lambda: self.step(its_own), held=held).peak_bytes
+        return fxremat.measure_peak(self.step, held=(self.model, self.words)).peak_bytes
 
 
 @pytest.fixture
@@ -98,11 +86,11 @@ def model() -> WithLogits:
 def test_it_is_planned_without_the_gradient_from_the_first_step_on(model: WithLogits) -> None:
     """The zeros that plain compile makes take as much as the logits."""
     plain = Trained(model, None)
-    expected = plain.steps([its_own] * 2)
+    expected = plain.steps(["its own"] * 2)
     logits = 512 * WORDS * torch.float32.itemsize
     budget = plain.peak_bytes() - logits // 2
     ours = Trained(model, budget)
-    torch.testing.assert_close(ours.steps([its_own] * 2), expected)
+    torch.testing.assert_close(ours.steps(["its own"] * 2), expected)
     assert ours.peak_bytes() <= budget
     (report,) = fxremat.reports()
     assert report.memory.budget_bytes == budget
@@ -110,13 +98,13 @@ def test_it_is_planned_without_the_gradient_from_the_first_step_on(model: WithLo
     assert least.predicted_peak_bytes == report.predicted_peak_bytes
 
 
-@pytest.mark.parametrize("late", [of_both, of_logits])
+@pytest.mark.parametrize("late", ["of both", "of logits"])
 @pytest.mark.filterwarnings("ignore::fxremat.BudgetExceeded")
 def test_a_gradient_that_is_sent_counts(
-    model: WithLogits, late: Loss, caplog: pytest.LogCaptureFixture
+    model: WithLogits, late: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is right in the step that first sends one, where dropout and norms are as they were."""
-    losses = [its_own, late, late, its_own]
+    losses = ["its own", late, late, "its own"]
     plain = Trained(model, None)
     expected = plain.steps(losses)
     ours = Trained(model, 64 * MIB)
@@ -131,12 +119,11 @@ def test_a_gradient_that_is_sent_counts(
 @pytest.mark.filterwarnings("ignore::fxremat.BudgetExceeded")
 def test_where_it_cannot_be_planned_for_it_is_still_right(model: WithLogits) -> None:
     plain = Trained(model, None)
-    losses = [its_own, of_both, of_both, its_own]
+    losses = ["its own", "of both", "of both", "its own"]
     expected = plain.steps(losses)
     with pytest.raises(BackendCompilerFailed) as refused:
-        Trained(model, MIB).step(its_own)
-    budget = least_named(refused.value)
-    ours = Trained(model, budget)
+        Trained(model, MIB).step()
+    ours = Trained(model, least_named(refused.value))
     torch.testing.assert_close(ours.steps(losses), expected)
 
 
@@ -153,15 +140,8 @@ def test_results_may_be_read_and_written(model: WithLogits) -> None:
 
 def test_two_forwards_before_their_backward(model: WithLogits) -> None:
     """The second one changes the statistics of the norm: the first has those that it found."""
-
-    def both(trained: Trained) -> list[Tensor]:
-        torch.manual_seed(1)
-        results = [trained.call(trained.words) for _ in range(2)]
-        sum(of_both(*one) for one in results).backward()  # type: ignore[union-attr]
-        return [p.grad for p in trained.model.parameters() if p.grad is not None]
-
-    expected = both(Trained(model, None))
-    torch.testing.assert_close(both(Trained(model, 64 * MIB)), expected)
+    expected = Trained(model, None).step("of both", forwards=2)
+    torch.testing.assert_close(Trained(model, 64 * MIB).step("of both", forwards=2), expected)
 
 
 def test_what_was_overwritten_is_named(model: WithLogits) -> None:
@@ -174,14 +154,15 @@ def test_what_was_overwritten_is_named(model: WithLogits) -> None:
         loss.backward()
 
 
-def results_of(model: nn.Module, given: Tensor) -> tuple[int, ...]:
-    found: list[tuple[int, ...]] = []
+def found_in(model: nn.Module, *given: Tensor, by: Callable[[Any, Any], Any]) -> Any:
+    """What is found of the graph of a model, and of its inputs."""
+    found: list[Any] = []
 
     def backend(gm: Any, inputs: Any) -> Any:
-        found.append(unsent_results(gm, inputs))
+        found.append(by(gm, inputs))
         return gm
 
-    torch.compile(model, backend=backend)(given)
+    torch.compile(model, backend=backend)(*given)
     return found[0]
 
 
@@ -202,12 +183,12 @@ def returns(what: Callable[[Tensor], Any]) -> Net:
     ],
 )
 def test_which_results_get_none(what: Callable[[Tensor], Any], unsent: tuple[int, ...]) -> None:
-    assert results_of(returns(what), torch.randn(2, 4)) == unsent
+    assert found_in(returns(what), torch.randn(2, 4), by=unsent_results) == unsent
 
 
 def test_a_part_of_a_model_sends_all() -> None:
     x = torch.randn(2, 4, requires_grad=True) * 2
-    assert results_of(returns(lambda y: (y.sum(), y)), x) == ()
+    assert found_in(returns(lambda y: (y.sum(), y)), x, by=unsent_results) == ()
 
 
 class Writes(nn.Module):
@@ -227,14 +208,11 @@ class Writes(nn.Module):
 def test_only_what_the_graph_writes_is_copied_before_a_run() -> None:
     """Through a view, too, and the statistics of norms; not the batch, which would take more."""
     model, seen = Writes(), torch.zeros(3)
-    found: list[Any] = []
 
-    def backend(gm: Any, inputs: Any) -> Any:
-        found.extend(inputs[k] for k in written_inputs(gm))
-        return gm
+    def written(gm: Any, inputs: Any) -> list[Any]:
+        return [inputs[k] for k in written_inputs(gm)]
 
-    torch.compile(model, backend=backend)(torch.randn(8, 4), seen)
-    norm = model.norm
+    found, norm = found_in(model, torch.randn(8, 4), seen, by=written), model.norm
     statistics = norm.running_mean, norm.running_var, norm.num_batches_tracked
     assert {*map(id, found)} == {*map(id, (seen, *statistics))}
 
@@ -269,15 +247,15 @@ def words() -> Tensor:
 
 @pytest.mark.parametrize(("form", "left"), [("dict", {"loss"}), ("tuple", 1)])
 def test_training_gives_the_loss_alone_and_evaluation_everything(form: str, left: Any) -> None:
-    model = Words(form)
+    model, everything = Words(form), 3 if form == "dict" else 2
     handle = fxremat.loss_only(model)
     given = model(words())
     assert (set(given) if form == "dict" else len(given)) == left
     with torch.no_grad():
-        assert len(model(words())) == (3 if form == "dict" else 2)
-    assert len(model.eval()(words())) == (3 if form == "dict" else 2)
+        assert len(model(words())) == everything
+    assert len(model.eval()(words())) == everything
     handle.remove()
-    assert len(model.train()(words())) == (3 if form == "dict" else 2)
+    assert len(model.train()(words())) == everything
 
 
 def test_a_copy_of_the_model_runs_itself() -> None:
@@ -293,19 +271,14 @@ def test_a_copy_of_the_model_runs_itself() -> None:
 
 
 def test_a_forward_that_was_put_on_the_model_comes_back() -> None:
+    """Until then what is to be kept beside the loss is kept."""
     model = Words()
     own = partial(Words.forward, model)
     model.forward = own  # type: ignore[method-assign]
-    handle = fxremat.loss_only(model)
-    assert set(model(words())) == {"loss"}
+    handle = fxremat.loss_only(model, keep=("extra", "not there"))
+    assert set(model(words())) == {"loss", "extra"}
     handle.remove()
     assert model.forward is own
-
-
-def test_what_is_to_be_kept_is_kept() -> None:
-    model = Words()
-    fxremat.loss_only(model, keep=("extra", "not there"))
-    assert set(model(words())) == {"loss", "extra"}
 
 
 @pytest.mark.parametrize("form", ["loss", "logits"])
@@ -373,18 +346,15 @@ def test_a_refusal_names_the_output_that_takes_the_memory() -> None:
     assert "fxremat.loss_only(model)" in str(refused.value)
 
 
-def test_a_plan_warns_of_it(caplog: pytest.LogCaptureFixture) -> None:
-    fxremat.explain(Words("tuple"), words(), memory_budget="1GiB")
-    (line,) = [r.getMessage() for r in caplog.records if "is an output" in r.getMessage()]
-    assert "head" in line
-
-
-@pytest.mark.parametrize("form", ["loss", "tuple"])
-def test_small_outputs_are_not_worth_a_word(form: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(("form", "left_out"), [("tuple", False), ("loss", True), ("tuple", True)])
+def test_a_plan_warns_of_it(form: str, left_out: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Small outputs are not worth a word."""
     model = Words(form)
-    fxremat.loss_only(model)
+    if left_out:
+        fxremat.loss_only(model)
     fxremat.explain(model, words(), memory_budget="1GiB")
-    assert not [r for r in caplog.records if "is an output" in r.getMessage()]
+    lines = [r.getMessage() for r in caplog.records if "is an output" in r.getMessage()]
+    assert ["head" in line for line in lines] == ([] if left_out else [True])
 
 
 class ChoosesItsLoss(Words):

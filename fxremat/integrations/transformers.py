@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -85,29 +86,29 @@ def keep_whole(*models: nn.Module) -> None:
     keep_graphs_whole(models, transformers_logging)
 
 
+@dataclass(eq=False)
 class _TrainWithin(TrainerCallback):  # type: ignore[misc]
     """Compiles when training begins, and adds figures to the logs."""
 
-    def __init__(self, trainer: Trainer, options: dict[str, Any]) -> None:
-        self._trainer = trainer
-        self._options = options
-        self._is_compiled = False
+    trainer: Trainer
+    options: dict[str, Any]
+    is_compiled: bool = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Compile the model, once."""
-        if self._is_compiled:
+        if self.is_compiled:
             return
-        self._is_compiled = True
+        self.is_compiled = True
         model: nn.Module = kwargs["model"]
         keep_whole(model)
         _switch_off_checkpointing(model)
-        if _takes_loss_of_model(self._trainer):
+        if _takes_loss_of_model(self.trainer):
             loss_only(model)
         if args.gradient_accumulation_steps > 1:
             accumulate_in_backward(model)
-        parsed = parse_options(self._options, device_total_bytes=total_bytes(args.device))
+        parsed = parse_options(self.options, device_total_bytes=total_bytes(args.device))
         own = kwargs["optimizer"] if isinstance(kwargs["optimizer"], Optimizer) else None
-        options = {**self._options, "optimizer": parsed.optimizer or own}
+        options = {**self.options, "optimizer": parsed.optimizer or own}
 
         def how(inputs: Any) -> dict[str, Any]:
             """The loader may have the next batch ready, of the size of this one."""
@@ -129,11 +130,10 @@ class _TrainWithin(TrainerCallback):  # type: ignore[misc]
 
 def _switch_off_checkpointing(model: nn.Module) -> None:
     """Of each model of transformers inside of wrappers."""
-    on = [one for one in model.modules() if getattr(one, "is_gradient_checkpointing", False)]
+    on: list[Any] = [x for x in model.modules() if getattr(x, "is_gradient_checkpointing", False)]
     for one in on:
-        if getattr(one, "is_gradient_checkpointing", False):  # not as a part of one before
-            disable: Any = one.gradient_checkpointing_disable
-            disable()
+        if one.is_gradient_checkpointing:  # not as a part of one before
+            one.gradient_checkpointing_disable()
     if on:
         log.warning(
             "gradient checkpointing is switched off: fxremat chooses what is computed again, and "

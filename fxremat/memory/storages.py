@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -33,6 +33,11 @@ def with_gradients(values: Iterable[object], device: torch.device) -> Storages:
     tensors = [one for one in values if isinstance(one, torch.Tensor)]
     gradients = [one.grad for one in tensors if one.is_leaf]
     return storages_of([*tensors, *gradients], device)
+
+
+def without(storages: Storages, known: Container[int]) -> Storages:
+    """All but those that are known."""
+    return {key: size for key, size in storages.items() if key not in known}
 
 
 def storage_bytes(values: Iterable[object], device: torch.device) -> int:

@@ -3,29 +3,34 @@ step as it is taken to be before it has run."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+import logging
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import ref
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from fxremat.compat.backward import hooks_on_what_is_saved
+from fxremat.compat.backward import backward_drops_gradients, hooks_on_what_is_saved
 from fxremat.compat.dynamo import calling_modules, compiled_parts, unwrapped
-from fxremat.compat.ranks import Shards, shards_of
+from fxremat.compat.ranks import Shards, parts_split_for_ddp, shards_of
 from fxremat.compat.tensors import is_dtensor
+from fxremat.compile import session
+from fxremat.compile.request import Request, for_inputs
 from fxremat.core.step import NOTHING_GATHERED, Gathered
 from fxremat.memory.storages import storage_bytes
 from fxremat.options import Options
 from fxremat.passes.memory_estimation import nbytes
-from fxremat.step.description import StepDescription, repeated_step
-from fxremat.step.graph import Place
+from fxremat.step.description import StepDescription, repeated, repeated_step
+from fxremat.step.graph import NoBackward, Place
 from fxremat.step.pipelines import Pipeline, pipeline_of
-from fxremat.step.promise import Around
+from fxremat.step.promise import Tensors
 from fxremat.step.scope import BudgetScope, Neighbours
 from fxremat.step.versions import Part, followed_by
+
+log = logging.getLogger(__name__)
 
 LOSS_BYTES = 2 * torch.float32.itemsize
 """A loss that is computed outside, and its gradient: two numbers that live to the end of a step."""
@@ -46,8 +51,8 @@ class ModelContext:
 
     runs: int = 1
     nbytes: int = 0
-    others: Around = ()
-    everything: Around = ()
+    others: Tensors = ()
+    everything: Tensors = ()
     left_bytes: int | None = None
     pipeline: Pipeline | None = None
     late: int = 0
@@ -89,32 +94,31 @@ def model_context(
         runs = max(1, pipeline.runs)
         others += pipeline.batch
     elif runs > 1:  # else the graph itself is given what the model is
-        own |= {id(x) for x in pytree.tree_leaves(calls[part]) if not _needs_gradient(x)}
-        given = pytree.tree_leaves(calls[model])
-        others += [x for x in given if isinstance(x, torch.Tensor)]
-    beside = _sharded_memory(model, part, device, runs) or _bucket_memory(calls, device)
-    beside = _WrapperMemory(0, None) if beside is None else beside
-    around: Around = tuple(ref(x) for x in {id(x): x for x in (*everything, *others)}.values())
+        own |= {id(x) for x in _tensors_among(calls[part]) if not x.requires_grad}
+        others += _tensors_among(calls[model])
+    beside = _sharded_memory(model, part, device, runs) or _bucket_memory(calls)
+    around: Tensors = tuple(ref(x) for x in {id(x): x for x in (*everything, *others)}.values())
     if pipeline is not None:
         around += (pipeline.buffers,)
     gathered = beside.gathered
+    most = max(gathered.ahead, gathered.sent)
     if pipeline is not None and _is_sharded(model) and gathered.ahead:
-        pipeline, beside = _gathering(pipeline, gathered), replace(beside, left=None)
-    late = _late_results(part, calls[part], device, max(gathered.ahead, gathered.sent))
-    total = storage_bytes([x for x in others if id(x) not in own], device)
-    total += beside.held + late
+        pipeline = replace(pipeline, gathered_bytes=most, gives_back=gathered.kept < gathered.ahead)
+        beside = replace(beside, left=None)
+    late = _late_results(part, calls[part], device, most)
+    total = beside.held + late + storage_bytes([x for x in others if id(x) not in own], device)
     if pipeline is not None:
         total += pipeline.buffers_size
-    elif runs > 1:
-        total += LOSS_BYTES + (_sums_between(calls[model], device) if siblings else 0)
+    elif runs > 1:  # a function that calls blocks may add what each gives to what it was given
+        sums = storage_bytes(_tensors_among(calls[model]), device) if siblings else 0
+        total += LOSS_BYTES + sums
     at_all_times, gathered = _gathered(gathered, pipeline, runs)
     if device.type == "cuda":  # as all around, counted elsewhere
         gathered = NOTHING_GATHERED
-    found = ModelContext(runs, total + at_all_times, tuple(map(ref, others)), around)
-    wrapped = any(map(_is_sharded, calls))
-    return replace(
-        found, left_bytes=beside.left, pipeline=pipeline, late=late, gathered=gathered,
-        sharded=wrapped, siblings=len(siblings),
+    return ModelContext(
+        runs, total + at_all_times, tuple(map(ref, others)), around, left_bytes=beside.left,
+        pipeline=pipeline, late=late, gathered=gathered, sharded=any(map(_is_sharded, calls)),
+        siblings=len(siblings),
     )  # fmt: skip
 
 
@@ -126,17 +130,6 @@ def _called_in_turn(part: nn.Module, compiled: Sequence[nn.Module]) -> list[nn.M
     if part not in compiled or hooks_on_what_is_saved():
         return []
     return [one for one in compiled if one is not part and _form(one) == _form(part)]
-
-
-def _gathering(pipeline: Pipeline, gathered: Gathered) -> Pipeline:
-    """The schedule of a rank whose parameters are gathered for each run."""
-    most, gives_back = max(gathered.ahead, gathered.sent), gathered.kept < gathered.ahead
-    return replace(pipeline, gathered_bytes=most, gives_back=gives_back)
-
-
-def _sums_between(given: Any, device: torch.device) -> int:
-    """The function that calls blocks may add what each of them gives to what it was given."""
-    return storage_bytes(pytree.tree_leaves(given), device)
 
 
 def _gathered(gathered: Gathered, pipeline: Pipeline | None, runs: int) -> tuple[int, Gathered]:
@@ -158,8 +151,8 @@ class _WrapperMemory:
     ``held`` are there all the time, ``left`` stay of a run's gradients, None: all.
     """
 
-    held: int
-    left: int | None
+    held: int = 0
+    left: int | None = None
     gathered: Gathered = NOTHING_GATHERED
 
 
@@ -176,11 +169,9 @@ def _sharded_memory(
     """
     if not _is_sharded(part):
         return None
-    from torch.distributed.fsdp import FSDPModule
-
-    shards = [one for one in model.modules() if isinstance(one, FSDPModule)]
+    shards = [one for one in model.modules() if _is_sharded(one)]
     around = [one for one in shards if one is not part and part in set(one.modules())]
-    inside = [one for one in part.modules() if isinstance(one, FSDPModule)]
+    inside = [one for one in part.modules() if _is_sharded(one)]
     own = sum(map(shards_of, inside), Shards())
     inner = {id(x) for one in shards if one not in around for x in one.parameters()}
     outer = {id(x): x for one in around for x in one.parameters() if id(x) not in inner}
@@ -208,20 +199,17 @@ def _is_sharded(module: nn.Module) -> bool:
     return isinstance(module, FSDPModule)
 
 
-def _bucket_memory(calls: Iterable[nn.Module], device: torch.device) -> _WrapperMemory | None:
+def _bucket_memory(calls: Iterable[nn.Module]) -> _WrapperMemory:
     """What DDP's buckets take, and what stays of a part's gradients beside them.
 
     A bucket holds a gradient as long as DDP lives, and the parameter has it once more unless its
-    ``grad`` is a view of that. None outside of DDP.
+    ``grad`` is a view of that.
     """
-    if not torch.distributed.is_available():
-        return None
-    parallel = nn.parallel.DistributedDataParallel
-    for module in calls:
-        if isinstance(module, parallel):
+    for module in calls if torch.distributed.is_available() else ():
+        if isinstance(module, nn.parallel.DistributedDataParallel):
             buckets = sum(x.nbytes for x in module.parameters() if x.requires_grad)
             return _WrapperMemory(buckets, 0 if module.gradient_as_bucket_view else None)
-    return None
+    return _WrapperMemory()
 
 
 LATE_RESULTS = 2
@@ -241,13 +229,8 @@ def _late_results(
         return 0
     largest = 0
     if any(is_dtensor(x) for x in part.parameters()):
-        tensors = [x for x in pytree.tree_leaves(list(given)) if isinstance(x, torch.Tensor)]
-        largest = max((x.nbytes for x in tensors), default=0)
+        largest = max((x.nbytes for x in _tensors_among(list(given))), default=0)
     return LATE_RESULTS * (largest + gathered_bytes)
-
-
-def _needs_gradient(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.requires_grad
 
 
 def _form(module: nn.Module) -> Any:
@@ -264,6 +247,10 @@ def others_to_come(
     """
     others = (one for one in compiled if _form(one) != _form(part))
     return any(id(x) in expected for one in others for x in one.parameters())
+
+
+def _tensors_among(given: Any) -> list[torch.Tensor]:
+    return [x for x in pytree.tree_leaves(given) if isinstance(x, torch.Tensor)]
 
 
 def _tensors_of(module: nn.Module) -> Iterable[torch.Tensor]:
@@ -320,9 +307,7 @@ def first_description(
         # More wait than modules are alike: these are micro-batches, which may go either way.
         either = count > where.context.runs
         return repeated_step(part, places, held_bytes, left, gathered, either_order=either)
-    if left is not None:
-        left = min(part.interface.left, left)
-        part = replace(part, interface=replace(part.interface, left=left))
+    part = part.leaving(left)
     return _of_pipeline(part, pipeline, where, held_bytes, compiled_before=compiled_before)
 
 
@@ -351,3 +336,50 @@ def _of_pipeline(
     found = StepDescription(step.points, step.part_of, tuple(places), parts)
     found.followers_given = followed
     return found
+
+
+def see_split_parts(
+    request: Request,
+    left_bytes: int | None,
+    look_at: Callable[[fx.GraphModule, Sequence[Any], Request, int], Part],
+) -> None:
+    """Have the session know the step of a graph that Dynamo splits for DDP, before any is compiled.
+
+    Its parts run forward one after the other, and backward in the opposite order: so their versions
+    are chosen together. The ``request`` is that of the first part. Of each part's gradients
+    ``left_bytes`` stay beside DDP's buckets, None: all.
+    """
+    request = request.with_inputs(passed_on=backward_drops_gradients())
+    try:
+        graphs = parts_split_for_ddp()
+        if len(graphs) < 2:
+            return
+        parts = [
+            look_at(gm, inputs, for_inputs(request, inputs), len(graphs)) for gm, inputs in graphs
+        ]
+    except NoBackward:
+        return
+    except Exception as error:  # whatever a part raises that runs without memory
+        log.warning("parts of a graph that is split for DDP are planned one by one: %s", error)
+        return
+    parts = [part.leaving(left_bytes) for part in parts]
+    outside = request.budget.held - _shared_bytes([inputs for _, inputs in graphs])
+    outside += sum(part.interface.resident - part.interface.given for part in parts)
+    last = parts[-1].interface
+    if last.results <= torch.float64.itemsize:  # a loss, which stays with its gradient to the end
+        outside += last.results + last.incoming
+    part_of = tuple(range(len(parts)))
+    points = repeated([part.interface for part in parts], part_of, outside)
+    seen = StepDescription(points, part_of, part_of, parts, request)  # they share the places
+    for index, (gm, inputs) in enumerate(graphs):
+        session.STATE.seen[session.signature(gm, inputs)] = seen, index
+
+
+def _shared_bytes(inputs: Sequence[Sequence[Any]]) -> int:
+    """Of inputs that several parts are given, and no part makes: all but one of each."""
+    known, shared = set[int](), 0
+    for one in (one for each in inputs for one in each if isinstance(one, torch.Tensor)):
+        if isinstance(one, nn.Parameter) or not one.requires_grad:
+            shared += nbytes(one) if id(one) in known else 0
+            known.add(id(one))
+    return shared

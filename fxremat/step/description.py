@@ -1,10 +1,8 @@
 """One step as data: which run of which graph, in which order, and what lies between.
 
-Whoever plans memory or time for a step reads this. It is made from a look at a step before
-anything is compiled (`fxremat.step.preparation`), from the schedule of a pipeline
-(`fxremat.step.pipelines`), from the parts of a graph that DDP splits (`fxremat.step.ddp`), from the
-order in which graphs have run (`fxremat.step.scope`), or, where one graph is known to run several
-times, by repeating it.
+It is made from a look at a step before anything is compiled (`fxremat.step.preparation`), from the
+schedule of a pipeline or the parts of a graph that DDP splits (`fxremat.step.context`), from the
+order in which graphs have run (`fxremat.step.scope`), or by repeating one graph.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ from fxremat.errors import InfeasibleBudget, forget_frames
 from fxremat.memory.allocator_settings import AllocatorSettings
 from fxremat.memory.composed_steps import repeated_outside
 from fxremat.memory.layout import arrange
-from fxremat.memory.reserved_bytes import ALONE, Reserved, order_of, reserved_by_step
+from fxremat.memory.reserved_bytes import Reserved, order_of, reserved_by_step
 from fxremat.planner import step_versions as planner
 from fxremat.sizes import format_bytes
 from fxremat.step.versions import Offer, Part, Planner, followed_by
@@ -64,22 +62,29 @@ class StepDescription:
     """Whether the points have what was seen between the halves."""
     layouts: dict[tuple[int, ...], StepLayout] = field(default_factory=dict)
     """By the versions of all runs."""
+    layouts_of: dict[tuple[int, int], StepLayout] = field(default_factory=dict)
+    """Of each part, by that and the identity of the layout of all."""
 
-    def reserved(self, chosen: Sequence[int], settings: AllocatorSettings) -> Reserved | None:
-        """What the step takes of the allocator; None where a version is not known so well.
+    def reserved(
+        self, chosen: Sequence[int], settings: AllocatorSettings | None
+    ) -> Reserved | None:
+        """What the step takes of the allocator, unless it has no ``settings`` that count.
 
-        ``chosen`` is the version of each run that is not compiled yet.
+        ``chosen`` is the version of each run that is not compiled yet. None where one is not known
+        so well.
         """
-        runs = self._events({**dict(enumerate(chosen)), **self.fixed})
-        if runs is None or self.outside is None:
+        if settings is None:
             return None
-        return reserved_by_step(runs, list(self.outside(runs)), settings)
+        found = self._events({**dict(enumerate(chosen)), **self.fixed})
+        return None if found is None else reserved_by_step(*found, settings)
 
-    def _events(self, versions: Mapping[int, int]) -> list[RunEvents] | None:
-        """What each run asks for; None where a version is not known so well."""
+    def _events(self, versions: Mapping[int, int]) -> tuple[list[RunEvents], list[Outside]] | None:
+        """What runs ask for, and what is outside; None where a version is not known so well."""
         found = [self.parts[part].offers[versions[k]].events for k, part in enumerate(self.part_of)]
         runs = [one for one in found if one is not None]
-        return runs if runs and len(runs) == len(found) else None
+        if not runs or len(runs) < len(found) or self.outside is None:
+            return None
+        return runs, list(self.outside(runs))
 
     def layout(self, device: str) -> StepLayout | None:
         """Where all runs lie in one arena; None as long as not all of them are known."""
@@ -87,13 +92,27 @@ class StepDescription:
             return None
         key = tuple(self.fixed[run] for run in range(len(self.part_of)))
         if key not in self.layouts:
-            runs = self._events(self.fixed)
-            if runs is None or self.outside is None:
+            if (known := self._events(self.fixed)) is None:
                 return None
-            outside = list(self.outside(runs))
+            runs, outside = known
             found = arrange(runs, order_of(outside), device, outside=outside)
             self.layouts[key] = found.layout
         return self.layouts[key]
+
+    def layout_of(self, part: int, device: str) -> StepLayout:
+        """Of the runs of a part, by their places; nowhere as long as the step is not known.
+
+        The same layout is the same object, until another one is due.
+        """
+        whole = self.layout(device)
+        if whole is None:
+            return NOWHERE
+        if (part, id(whole)) not in self.layouts_of:
+            of_place = {self.place_of[run]: run for run in self.runs_of(part)}
+            places = (of_place.get(place) for place in range(max(of_place) + 1))
+            runs = tuple(RunLayout() if run is None else whole.runs[run] for run in places)
+            self.layouts_of[part, id(whole)] = StepLayout(runs, whole.arena_bytes)
+        return self.layouts_of[part, id(whole)]
 
     def offer(self, part: int, offers: Iterable[Offer]) -> None:
         """From now on the part offers these versions."""
@@ -204,12 +223,9 @@ class StepDescription:
     def outside_bytes(self, part: int) -> int:
         """Live outside when the last run of a part goes backward, beside the gradients it gets."""
         last = self.runs_of(part)[-1]
-        outside = [
-            point.outside_bytes
-            for point in self.points
-            if (point.running, point.phase) == (last, "backward")
-        ]
-        return max(0, max(outside, default=0) - self.parts[part].interface.incoming)
+        points = [one for one in self.points if (one.running, one.phase) == (last, "backward")]
+        outside = max((one.outside_bytes for one in points), default=0)
+        return max(0, outside - self.parts[part].interface.incoming)
 
     def saving_most_first(
         self, part: int, chosen: tuple[int, ...], budget_bytes: int
@@ -335,9 +351,7 @@ def repeated_step(
     ``left_bytes`` stay; None: all that are no inputs' of its own. All runs but the first are of
     blocks that are given ``followers_given``, if it is not None.
     """
-    if left_bytes is not None:
-        left = min(part.interface.left, left_bytes)
-        part = replace(part, interface=replace(part.interface, left=left))
+    part = part.leaving(left_bytes)
     parts, own = [part, *before], [0] * len(places)
     if followers_given is not None:
         parts.append(followed_by(part, followers_given))
@@ -360,42 +374,7 @@ def repeated_step(
     )
 
 
-@dataclass
-class Placing:
-    """What is known of a graph: the ``run`` of one that is alone, or the step as ``described``.
-
-    The same layout is the same object, until another one is due. ``known`` has those that were
-    asked for, by what they were made of.
-    """
-
-    run: RunEvents | None = None
-    described: StepDescription | None = None
-    known: dict[int, tuple[object, StepLayout]] = field(default_factory=dict)
-
-    def of_one_run(self, device: str) -> StepLayout:
-        """Of a step in which the graph runs by itself, on a ``device`` of this type."""
-        if self.run is None:
-            return NOWHERE
-        if id(self.run) not in self.known:
-            self.known = {id(self.run): (self.run, arrange([self.run], ALONE, device).layout)}
-        return self.known[id(self.run)][1]
-
-    def of_part(self, described: StepDescription, index: int, device: str) -> StepLayout:
-        """Of the runs of a part, by their places; nowhere as long as the step is not known."""
-        whole = described.layout(device)
-        if whole is None:
-            return NOWHERE
-        if id(whole) not in self.known:
-            of_place = {described.place_of[run]: run for run in described.runs_of(index)}
-            runs = tuple(
-                whole.runs[of_place[place]] if place in of_place else RunLayout()
-                for place in range(max(of_place) + 1)
-            )
-            self.known = {id(whole): (whole, StepLayout(runs, whole.arena_bytes))}
-        return self.known[id(whole)][1]
-
-
-def summary_of(
+def summary(
     offers: Sequence[Offer], of_run: Sequence[int], peak_bytes: int, limit_bytes: int, counted: str
 ) -> str:
     """One line for the log."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -14,10 +14,11 @@ from torch.utils import _pytree as pytree
 
 from fxremat.compat.backward import given_before, saved_before, when_freed
 from fxremat.errors import InfeasibleBudget
-from fxremat.memory.storages import Storages, storages_of, with_gradients
-from fxremat.step.graph import Tensors, WaitingRun
+from fxremat.memory.storages import Storages, storages_of, without
+from fxremat.step.graph import WaitingRun
+from fxremat.step.promise import Tensors
 
-References = dict[int, weakref.ref[torch.Tensor]]
+References = weakref.WeakValueDictionary[int, torch.Tensor]
 """Tensors by their identity, as long as they live."""
 
 
@@ -46,11 +47,8 @@ class Checkpointed(Beside):
 
     def add(self, node: Any, given: Storages) -> None:
         """One more; all but its own inputs are held beside it when it runs again."""
-        others: Storages = {}
-        for each in self.nodes.values():
-            others |= each
-        held = sum(size for storage, size in others.items() if storage not in given)
-        self.seen = max(self.seen, held)
+        others = dict(item for each in self.nodes.values() for item in each.items())
+        self.seen = max(self.seen, sum(without(others, given).values()))
         self.nodes[id(node)] = given
         leaves = partial(self.nodes.pop, id(node), None)
         weakref.finalize(node, leaves)
@@ -69,13 +67,13 @@ class Given:
     no graph is given it.
     """
 
-    parameters: References = field(default_factory=dict)
-    batch: References = field(default_factory=dict)
+    parameters: References = field(default_factory=References)
+    batch: References = field(default_factory=References)
     modules: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
-    expected: References = field(default_factory=dict)
+    expected: References = field(default_factory=References)
     checkpointed: Checkpointed = field(default_factory=Checkpointed)
     eager: Beside = field(default_factory=Beside)
-    read_behind: References = field(default_factory=dict)
+    read_behind: References = field(default_factory=References)
     refused: InfeasibleBudget | None = None
     together: set[int] = field(default_factory=set)
 
@@ -85,7 +83,7 @@ class Given:
         weights = [one for module in self.modules for one in module.parameters()]
         weights = [one for one in weights if one.device == device]
         self.note(weights)
-        self.expected = {id(one): self.parameters[id(one)] for one in weights}
+        self.expected = References({id(one): one for one in weights})
 
     def note(self, given: Iterable[object]) -> None:
         """A graph is given these arguments."""
@@ -93,8 +91,7 @@ class Given:
             if isinstance(one, torch.Tensor) and one.is_leaf:
                 self.expected.pop(id(one), None)
                 known = self.parameters if isinstance(one, nn.Parameter) else self.batch
-                if id(one) not in known:
-                    known[id(one)] = weakref.ref(one, partial(_forget, known, id(one)))
+                known[id(one)] = one
 
     def see_eager(
         self,
@@ -119,36 +116,13 @@ class Given:
 
     def see_behind(self, outputs: Iterable[object]) -> None:
         """A backward starts at these outputs: see what they were made of."""
-        for one in given_before(outputs):
-            known = self.read_behind
-            known[id(one)] = weakref.ref(one, partial(_forget, known, id(one)))
+        self.read_behind.update((id(one), one) for one in given_before(outputs))
 
     def weights(self) -> list[torch.Tensor]:
         """All parameters that live."""
-        return _alive(self.parameters.values())
-
-    def batches(self) -> list[torch.Tensor]:
-        """All else that lives of what graphs were given."""
-        return _alive(self.batch.values())
-
-    def behind(self) -> list[torch.Tensor]:
-        """All that lives of what code behind the graphs has read."""
-        return _alive(self.read_behind.values())
-
-    def resident(self, device: torch.device) -> Storages:
-        """The parameters, and the gradients that they have."""
-        return with_gradients(self.weights(), device)
+        return list(self.parameters.values())
 
     def coming_bytes(self, own: Storages, device: torch.device) -> int:
         """Of the gradients that those expected will have, unless they are a graph's ``own``."""
-        weights = [x for x in _alive(self.expected.values()) if x.requires_grad and x.grad is None]
-        coming = storages_of(weights, device)
-        return sum(size for key, size in coming.items() if key not in own)
-
-
-def _forget(known: dict[int, Any], identity: int, _: object) -> None:
-    known.pop(identity, None)
-
-
-def _alive(tensors: Iterable[Callable[[], torch.Tensor | None]]) -> list[torch.Tensor]:
-    return [one for each in tensors if (one := each()) is not None]
+        weights = [x for x in self.expected.values() if x.requires_grad and x.grad is None]
+        return sum(without(storages_of(weights, device), own).values())

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
@@ -56,7 +56,7 @@ from fxremat.runtime.unsent_gradients import (
     written_inputs,
 )
 from fxremat.step.description import StepDescription
-from fxremat.step.promise import Promise, RunVersions
+from fxremat.step.promise import Promise, RunVersions, Tensors
 from fxremat.step.versions import Offer, Part, part_on_all_ranks
 from fxremat.version import build
 
@@ -233,19 +233,19 @@ class Graph:
     def explain(self) -> tuple[Callable[..., Any], Report | None]:
         """Planned by itself, and run node by node; without a report if it has no backward."""
         request, current = self.request(), self._begun()
+
+        def planned(asked: Request) -> Callable[..., Any]:
+            partitioner = Partitioner(asked, build(), plan_only=True)
+            return self._trace(partitioner, partitioner)
+
         with reporting(self.options, current):
-            run = with_less_after_faults(request, self._run_planned, self._described)
+            run = with_less_after_faults(request, planned, self._described)
             return run, current.report
 
     def _begun(self) -> session.Session:
         current = session.begin()
         current.study = self.study
         return current
-
-    def _run_planned(self, request: Request) -> Callable[..., Any]:
-        """What runs it node by node, once it is planned for the request."""
-        partitioner = Partitioner(request, build(), plan_only=True)
-        return self._trace(partitioner, partitioner)
 
     def as_part(self, request: Request, count: int) -> Part:
         """The versions that it may take. Raises `NoBackward`."""
@@ -310,8 +310,6 @@ def plan_only(
     return graph.explain()
 
 
-Tensors = Sequence[Callable[[], torch.Tensor | list[torch.Tensor] | None]]
-"""They give tensors that live as long as others want, and None where these are gone."""
 Place = tuple[int, int | None]
 """Of a graph: its frame, and the compilation of that."""
 
@@ -344,65 +342,38 @@ class Taken:
 
 
 class SharingGraph(Protocol):
-    """A compiled graph, as those know it that share its budget."""
+    """A compiled graph, as those know it that share its budget; `runs.GraphInStep` says more."""
 
     role: Role
     taken: Taken
 
     @property
-    def takes_time(self) -> bool:
-        """Whether a plan of it runs something again, or moves it."""
-        ...
-
+    def place(self) -> Place: ...
     @property
-    def reserve_bytes(self) -> int:
-        """What the user holds back of the budget."""
-        ...
-
+    def around(self) -> Tensors: ...
     @property
-    def gradients_stay(self) -> bool:
-        """Whether it is planned for gradients that live on where a step begins."""
-        ...
-
-    def expect_gradients(self, living: Sequence[torch.Tensor]) -> None:
-        """Have it planned for these."""
-        ...
-
-    def is_complete(self) -> bool:
-        """Whether all that was counted beside it is there."""
-        ...
-
-    def set_aside(self, between: int, held: int, *, remembered: bool = True) -> None:
-        """Have it planned again with so many bytes more, or fewer, beside it; in later runs too."""
-        ...
-
+    def fixed_bytes(self) -> int: ...
     @property
-    def given(self) -> frozenset[int]:
-        """Addresses of the storages that it was compiled for."""
-        ...
-
+    def reserve_bytes(self) -> int: ...
     @property
-    def place(self) -> Place:
-        """Its frame, and the compilation of that."""
-        ...
-
+    def layout(self) -> StepLayout: ...
     @property
-    def around(self) -> Tensors:
-        """What lies in the model beside it."""
-        ...
-
+    def sharded(self) -> bool: ...
     @property
-    def fixed_bytes(self) -> int:
-        """There all the time beside what its runs are given, as far as it is known to the graph."""
-        ...
-
-    def part(self) -> Part:
-        """What it offers as a part of a step."""
-        ...
-
-    def plan_version(self, offer: Offer, limit_bytes: int) -> Report:
-        """The graph planned as a version."""
-        ...
+    def saves_least(self) -> bool: ...
+    @property
+    def takes_time(self) -> bool: ...
+    @property
+    def is_complete(self) -> bool: ...
+    @property
+    def gradients_stay(self) -> bool: ...
+    def expect_gradients(self, living: Sequence[torch.Tensor]) -> None: ...
+    def set_aside(self, between: int, held: int, *, remembered: bool = True) -> None: ...
+    def part(self) -> Part: ...
+    def plan_version(self, offer: Offer, limit_bytes: int) -> Report: ...
+    def compiled(self) -> RunVersions | None: ...
+    def renewed(self, args: Iterable[object]) -> RunVersions | None: ...
+    def compiled_for(self, count: int) -> RunVersions: ...
 
 
 @dataclass(eq=False)

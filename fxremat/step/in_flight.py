@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -39,43 +39,12 @@ from fxremat.step.scope import BudgetScope
 log = logging.getLogger(__name__)
 
 
-class PlannedGraph(SharingGraph, Protocol):
-    """A graph that can be planned again."""
-
-    @property
-    def layout(self) -> StepLayout:
-        """Where the buffers of the run at each place lie."""
-        ...
-
-    @property
-    def sharded(self) -> bool:
-        """Whether its parameters are gathered when it runs, so that they do not live on."""
-        ...
-
-    @property
-    def saves_least(self) -> bool:
-        """Whether its versions save little until all graphs of the step are known."""
-        ...
-
-    def compiled(self) -> RunVersions | None:
-        """The versions for its first runs."""
-        ...
-
-    def renewed(self, args: Iterable[object]) -> RunVersions | None:
-        """Other versions, where the step has changed since these were chosen; else None."""
-        ...
-
-    def compiled_for(self, count: int) -> RunVersions:
-        """The versions for so many runs at once."""
-        ...
-
-
 def watch_in_flight(
     runs: RunVersions,
     scope: BudgetScope,
     frame: int = 0,
-    graph: PlannedGraph | None = None,
-    apart: PlannedGraph | None = None,
+    graph: SharingGraph | None = None,
+    apart: SharingGraph | None = None,
 ) -> Compiled:
     """One callable for all runs of a graph, which warns when a budget will not be kept.
 
@@ -113,8 +82,8 @@ class _WatchedRuns:
     runs: RunVersions
     scope: BudgetScope
     frame: int
-    graph: PlannedGraph | None
-    apart: PlannedGraph | None = None
+    graph: SharingGraph | None
+    apart: SharingGraph | None = None
     placed: tuple[PlacedRun, ...] = ()
     placed_for: StepLayout = NOWHERE
 
@@ -126,7 +95,7 @@ class _WatchedRuns:
             return self.runs.of_run(scope.free_place(self.frame)).call(*args)
         scope.step_begins()
         if scope.records and not (self.graph is not None and self.graph.sharded):
-            known = self.runs.versions[0].promise
+            known = self.runs.versions[0]
             scope.given.note(args)
             scope.given.see_eager(args, known.around, scope.waiting.values(), known.device)
         if self.apart is not None and self.scope.last and not self.is_pinned:
@@ -134,8 +103,7 @@ class _WatchedRuns:
         if self.graph is not None and not self.is_pinned:
             self.runs = self.graph.renewed(args) or self.runs
         place, before = scope.free_place(self.frame), autograd_position()
-        one = self.runs.of_run(place)
-        promise = one.promise
+        promise = self.runs.of_run(place)
         scope.begin(promise, args)
         placed = self.placed_run(place, promise.device)
         if not scope.waiting:
@@ -144,7 +112,7 @@ class _WatchedRuns:
             scope.own.arena.move(scope.own.to_move, None if placed is None else placed.backward)
             scope.own.to_move = []
         with places_of_forward(None if placed is None else placed.forward):
-            results = one.call(*args)
+            results = promise.call(*args)
         whole = node_of_results(results, before)
         if placed is not None:
             set_places_of_backward(whole, placed.backward)

@@ -89,11 +89,10 @@ class Pipeline:
 
         Negative where that is no buffer, but a part of the batch.
         """
-        arrive = -self.stages[self.current].shown.given if self.whole else 0
-        for one in self.stages:
-            arrive += self.micro_batches * (0 if one.first else one.shown.given)
-            arrive += self.micro_batches * (0 if one.last else one.shown.result)
-        return arrive
+        given = sum(one.shown.given for one in self.stages if not one.first)
+        results = sum(one.shown.result for one in self.stages if not one.last)
+        own = self.stages[self.current].shown.given if self.whole else 0
+        return self.micro_batches * (given + results) - own
 
     def first_sent(self, stage: int, ended: int) -> int:
         """Results that are sent, and stay beyond their backward, once so many have ``ended``.
@@ -172,8 +171,8 @@ class _Walk:
 
     def outside(self) -> int:
         """Live now beside what runs have saved."""
-        own, total = self.parts[0].interface, self.held_bytes
-        total += own.resident - own.given
+        own = self.parts[0].interface
+        total = self.held_bytes + own.resident - own.given
         for k, one in enumerate(self.pipeline.stages):
             now = self.so_far[k]
             outputs = now.outputs + self.pipeline.first_sent(k, now.ended)
@@ -205,10 +204,8 @@ class _Walk:
             given = self.parts[self.part_of[run]].interface.given
             outside = self.outside() + given + self.beside((stage, part))
             self.points.append(StepPoint(outside, tuple(self.waiting), run, "forward"))
-            if self.pipeline.gives_back:
-                self.gathered.discard((stage, part))
-            else:
-                self.gathered.add((stage, part))
+            gather = self.gathered.discard if self.pipeline.gives_back else self.gathered.add
+            gather((stage, part))
             self.waiting.append(run)
             runs.append(run)
         now = self.so_far[stage]
@@ -244,15 +241,12 @@ class _Walk:
 
     def end(self) -> None:
         """What the last stage has given is put together."""
-        merged = sum(
-            self.pipeline.micro_batches * one.shown.result
-            for one in self.pipeline.stages
-            if one.last and self.pipeline.keeps_outputs
-        )
-        outside = self.outside() + len(self.gathered) * self.pipeline.gathered_bytes
-        if self.pipeline.gathered_bytes:  # a part's gradients are copied, and reduced to a part
-            outside += 2 * self.pipeline.gathered_bytes
-        self.points.append(StepPoint(outside + merged, tuple(self.waiting)))
+        last = [one for one in self.pipeline.stages if one.last and self.pipeline.keeps_outputs]
+        merged = self.pipeline.micro_batches * sum(one.shown.result for one in last)
+        # A part's gradients are copied, and reduced to a part.
+        gathered = (len(self.gathered) + 2) * self.pipeline.gathered_bytes
+        outside = self.outside() + gathered + merged
+        self.points.append(StepPoint(outside, tuple(self.waiting)))
 
 
 def pipeline_of(
@@ -269,7 +263,8 @@ def pipeline_of(
         shown = shown_stages(found)
     except Exception as error:  # whatever a module raises that runs without memory
         log.warning("stages of a pipeline are taken to give as much as they get: %s", error)
-        given = _bytes_of(found.given, device)
+        leaves = [x for x in pytree.tree_leaves(found.given) if isinstance(x, torch.Tensor)]
+        given = sum(x.nbytes for x in leaves if storage_bytes([x], device))
         shown = [ShownStage(given, given, given, given) for _ in found.stages]
     stages = tuple(
         StageOfRank(alike(one.submod), one.is_first, one.is_last, figures)
@@ -292,9 +287,3 @@ def pipeline_of(
 def _buffers(stages: Iterable[ref[Any]]) -> list[torch.Tensor]:
     known = (one() for one in stages)
     return [tensor for one in known if one is not None for tensor in received_by(one)]
-
-
-def _bytes_of(given: Any, device: torch.device) -> int:
-    """Bytes of the tensors themselves, which may be parts of larger storages."""
-    tensors = [x for x in pytree.tree_leaves(given) if isinstance(x, torch.Tensor)]
-    return sum(x.nbytes for x in tensors if storage_bytes([x], device))

@@ -22,7 +22,6 @@ from fxremat.compile.request import (
 )
 from fxremat.core.step import in_order, last_first
 from fxremat.memory.composed_steps import outside_in_order
-from fxremat.memory.reserved_bytes import Reserved
 from fxremat.options import Options
 from fxremat.planner import step_versions as planner
 from fxremat.report.report import Report
@@ -79,6 +78,7 @@ def plan_in_order(
     outside = partial(outside_in_order, order=order, held_bytes=fixed, held=held)
     step = StepDescription(points, part_of, (0,) * len(parts), parts, outside=outside)
     step.planners.update(enumerate(one.version for one in asked))
+    reserved = partial(step.reserved, settings=request.budget.counted_allocator)
     limit = request.budget.limit
     if limit is None:
         return _planned(step, asked, (0,) * len(parts), fixed)
@@ -89,7 +89,7 @@ def plan_in_order(
             break
         step.make_exact(chosen, limit)
         peak = step.step().peak_bytes(chosen)
-        taken = _reserved(step, request, chosen)
+        taken = reserved(chosen)
         nbytes = peak if taken is None else taken.nbytes
         if nbytes <= request.budget.for_step:
             break
@@ -98,18 +98,13 @@ def plan_in_order(
     else:
         chosen = None
     if chosen is None:
-        least = step.least(request.budget, partial(_reserved, step, request))
+        least = step.least(request.budget, reserved)
         if least.budget_bytes > limit:
             raise least.refusal(limit)
         chosen, nbytes = least.chosen, least.budget_bytes - request.budget.autotune
     reports = _planned(step, asked, chosen, fixed)
     nbytes = max(nbytes, request.budget.optimizer_step)
     return tuple(replace(report, step_peak_bytes=nbytes) for report in reports)
-
-
-def _reserved(step: StepDescription, request: Request, chosen: Sequence[int]) -> Reserved | None:
-    settings = request.budget.counted_allocator
-    return None if settings is None else step.reserved(chosen, settings)
 
 
 def _asked(

@@ -16,20 +16,11 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from fxremat.compat.dynamo import (
-    compile_parts,
-    compiled_parts,
-    unwrapped,
-)
+from fxremat.compat.dynamo import compile_parts, compiled_parts, unwrapped
 from fxremat.compat.ranks import parts_given_back, shared_over_ranks
 from fxremat.compile import session
 from fxremat.compile.driver import total_bytes
-from fxremat.compile.request import (
-    device_of_inputs,
-    optimizers_of,
-    still_to_come,
-    unseen_bytes,
-)
+from fxremat.compile.request import device_of_inputs, optimizers_of, still_to_come, unseen_bytes
 from fxremat.cost.cuda_scratch import allocate_cublas
 from fxremat.errors import InfeasibleBudget, NotTraceable
 from fxremat.options import Options, parse_options

@@ -11,19 +11,16 @@ from typing import Any
 import torch
 
 from fxremat.compat.configuration import cache_directory, caches_disabled
-from fxremat.compile.request import Budget
 from fxremat.disk_cache import Answers, Question
-from fxremat.memory.reserved_bytes import Reserved
-from fxremat.report.report import Report
 
 Compiled = Callable[..., Any]
-Around = tuple[Callable[[], torch.Tensor | list[torch.Tensor] | None], ...]
+Tensors = tuple[Callable[[], torch.Tensor | list[torch.Tensor] | None], ...]
 """They give tensors that live as long as others want, and None where these are gone."""
 
 
 @dataclass(frozen=True)
 class Promise:
-    """What was promised of one compiled graph; what ends in bytes is on its device.
+    """A compiled graph, and what was promised of it; what ends in bytes is on its device.
 
     ``peak_bytes`` is the peak predicted for the graph by itself, with its inputs, and with
     fragmentation where the budget counts reserved bytes. Besides, ``held_bytes`` of the budget are
@@ -33,6 +30,7 @@ class Promise:
     leave it ``left_bytes`` more, None: they need not.
     """
 
+    call: Compiled
     graph: str
     device: torch.device
     budget_bytes: int
@@ -41,7 +39,7 @@ class Promise:
     reserve_bytes: int
     saved_bytes: int
     unseen_bytes: int = 0
-    around: Around = ()
+    around: Tensors = ()
     left_bytes: int | None = None
     counts_reserved: bool = False
 
@@ -56,41 +54,6 @@ class Promise:
         return held_bytes + self.reserve_bytes
 
 
-def promise_of(
-    report: Report,
-    budget: Budget,
-    peak: int,
-    beside: tuple[int, int],
-    around: Around,
-    device: torch.device,
-) -> Promise:
-    """What a report promises under a budget, for a graph with this peak.
-
-    ``beside`` it are the bytes of what it does not see, and of what no graph sees.
-    """
-    assert budget.limit is not None
-    return Promise(
-        graph=f"graph {report.graph}",
-        device=device,
-        budget_bytes=budget.limit,
-        peak_bytes=peak,
-        held_bytes=report.held_bytes,
-        reserve_bytes=beside[0],
-        unseen_bytes=beside[1],
-        saved_bytes=report.saved_bytes,
-        around=around,
-        counts_reserved=budget.metric == "reserved",
-    )
-
-
-@dataclass(frozen=True)
-class PromisedVersion:
-    """A compiled graph, and what was promised of it."""
-
-    call: Compiled
-    promise: Promise
-
-
 @dataclass(frozen=True)
 class RunVersions:
     """The versions of a graph, and which one each of its runs takes that wait at once.
@@ -100,35 +63,28 @@ class RunVersions:
     of the time. ``parts`` say what the planner knows of the run at each place, where it knows that.
     """
 
-    versions: tuple[PromisedVersion, ...]
+    versions: tuple[Promise, ...]
     version_of_run: tuple[int, ...]
     peak_bytes: int
     step_peak_bytes: int
     parts: tuple[Any, ...] = ()
 
-    def of_run(self, place: int) -> PromisedVersion:
+    def of_run(self, place: int) -> Promise:
         """The version of the run at a place among those that wait."""
         return self.versions[self.version_of_run[min(place, len(self.version_of_run) - 1)]]
 
 
 @dataclass(frozen=True)
 class MadeVersions:
-    """Versions of a graph, compiled, the one of each of its runs, and what the step then takes."""
+    """Versions of a graph, compiled, the one of each of its runs, and what the step then takes.
 
-    compiled: dict[int, PromisedVersion]
+    It is what the budget counts: bytes that are reserved, where these are counted and known.
+    """
+
+    compiled: dict[int, Promise]
     of_run: list[int]
-    peak_bytes: int
-    reserved: Reserved | None
-
-    @property
-    def is_reserved(self) -> bool:
-        """Whether reserved bytes are counted, and known."""
-        return self.reserved is not None
-
-    @property
-    def nbytes(self) -> int:
-        """What the budget counts."""
-        return self.peak_bytes if self.reserved is None else self.reserved.nbytes
+    nbytes: int
+    is_reserved: bool
 
 
 @dataclass

@@ -57,12 +57,10 @@ class RecordedGraph:
 class _Shards:
     """Parameters that FSDP2 gathers when their module runs: bytes of this rank's parts.
 
-    ``by_name`` are those of the model's parameters, ``by_storage`` the same by their storages,
-    which are whole. ``made`` are bytes of what is made now, and will be reduced to this rank's
-    part.
+    They are known by their storages, which are whole. ``made`` are bytes of what is made now, and
+    will be reduced to this rank's part.
     """
 
-    by_name: Mapping[str, int]
     by_storage: dict[int, int] = field(default_factory=dict)
     made: int | None = None
 
@@ -102,19 +100,23 @@ class StepRecorder:
     """The graphs of each part that ran."""
     course: _Course = field(default_factory=_Course)
     meter: Meter[MeteredStorage] = field(default_factory=Meter)
-
-    def __post_init__(self) -> None:
-        self.shards = _Shards(self.sharded)
+    shards: _Shards = field(default_factory=_Shards)
 
     def record(
         self, model: nn.Module, parts: Sequence[nn.Module], given: Any, loss: Loss | None = None
     ) -> None:
         """Run two steps of a model that is ``given`` arguments and keywords; the second counts.
 
-        What is traced of its graphs later is no part of it. Raises `NotTraceable` where the model
-        gives no loss.
+        Tensors have no memory and parts are stood in for; all is undone at the end. What is traced
+        of its graphs later is no part of it. Raises `NotTraceable` where the model gives no loss.
         """
-        with self._without_memory(model, parts, given) as (args, named):
+        with (
+            session.separate(),
+            fresh_dynamo_caches(),
+            fake_tensors(self.see),
+            on_device_without_memory(model, given) as (args, named),
+            compiled_in_place(model, parts, self._stand_in),
+        ):
             for self.counts in (False, True):  # compiled first, and then counted
                 self._begin(model, args, named)
                 result = model(*args, **named)
@@ -123,20 +125,6 @@ class StepRecorder:
                 model.zero_grad(set_to_none=True)
                 del result
         self.counts = False
-
-    @contextmanager
-    def _without_memory(
-        self, model: nn.Module, parts: Sequence[nn.Module], given: Any
-    ) -> Iterator[Any]:
-        """Inside, tensors have no memory and parts are stood in for; all is undone at the end."""
-        with (
-            session.separate(),
-            fresh_dynamo_caches(),
-            fake_tensors(self.see),
-            on_device_without_memory(model, given) as inside,
-            compiled_in_place(model, parts, self._stand_in),
-        ):
-            yield inside
 
     def _begin(self, model: nn.Module, args: Any, named: Any) -> None:
         """A step begins: parameters, buffers and inputs are there."""
@@ -187,57 +175,43 @@ class StepRecorder:
         self.meter.sweep()
         self.meter.peak = self.meter.current
 
-    @contextmanager
-    def _pause(self) -> Iterator[None]:
-        """Nothing that is made inside counts."""
-        outer, self.paused = self.paused, True
-        try:
-            yield
-        finally:
-            self.paused = outer
-
     def _stand_in(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """The backend: notes the graph, and gives what stands in for it."""
-        signature = session.signature(gm, inputs)
-        known = [k for k, one in enumerate(self.graphs) if one.signature == signature]
-        if not known:
+        signatures = [one.signature for one in self.graphs]
+        if (signature := session.signature(gm, inputs)) not in signatures:
             graph = Graph(None, copy_module(gm), inputs, self.options, None)
             taken = self.course.taken.setdefault(current_compilation()[0], set())
             self.graphs.append(RecordedGraph(graph, signature, taken))
-        index = known[0] if known else len(self.graphs) - 1
-
-        def run(*args: Any) -> Any:
-            return self._forward(index, gm, args)
-
-        return run
+            signatures.append(signature)
+        index = signatures.index(signature)
+        return lambda *args: self._forward(index, gm, args)
 
     def _forward(self, index: int, gm: fx.GraphModule, args: tuple[Any, ...]) -> Any:
         """Run the forward of a graph; the results stand in for its own."""
-        with self._pause():
+        outer, self.paused = self.paused, True  # nothing that is made here counts
+        try:
             shown = gm(*args)
+        finally:
+            self.paused = outer
         given = {storage_key(x) for x in args if isinstance(x, torch.Tensor)}
         flat, shape = pytree.tree_flatten(shown)
-        made = [
-            k for k, x in enumerate(flat)
-            if isinstance(x, torch.Tensor) and storage_key(x) not in given
-        ]  # fmt: skip
+        tensors = [(k, x) for k, x in enumerate(flat) if isinstance(x, torch.Tensor)]
+        made = [k for k, x in tensors if storage_key(x) not in given]
         if not torch.is_grad_enabled() or not any(flat[k].requires_grad for k in made):
             self.see(shown)  # it saves nothing: as if it were not compiled
             return shown
         place, run = self._run_of(index)
-        tensors = [x for x in args if isinstance(x, torch.Tensor)]
+        inputs = [x for x in args if isinstance(x, torch.Tensor)]
         self._between()
         if self.counts:  # the parameters of the next part are gathered ahead
-            gathered = self.gathered_bytes(tensors)
-            self.course.note(self.meter.current + 2 * gathered, run)
-        likes = [(flat[k].shape, flat[k].stride(), flat[k].dtype, flat[k].device,
-                  flat[k].requires_grad) for k in made]  # fmt: skip
-        del shown
+            self.course.note(self.meter.current + 2 * self.gathered_bytes(inputs), run)
+        likes = [(*_like(flat[k]), flat[k].requires_grad) for k in made]
+        del shown, tensors
         for k in made:
             flat[k] = None
-        inputs = self._names(tensors)
-        with self._made_by(lambda made: Forward(run, inputs, made)):
-            results = _StandIn.apply(self, index, place, likes, *tensors)  # type: ignore[no-untyped-call]
+        names = self._names(inputs)
+        with self._made_by(lambda made: Forward(run, names, made)):
+            results = _StandIn.apply(self, index, place, likes, *inputs)  # type: ignore[no-untyped-call]
         self.course.waiting.append(run)
         for k, result in zip(made, results, strict=True):
             flat[k] = result
@@ -279,7 +253,7 @@ class StepRecorder:
 
     def description(self) -> StepDescription:
         """The step, with what each graph offers; graphs that never wait are left out."""
-        runs = sorted(self.course.runs, key=self.course.runs.__getitem__)
+        runs = list(self.course.runs)
         used = sorted({index for index, _ in runs})
         self.graphs = [self.graphs[index] for index in used]
         for part, indices in self.graphs_of.items():
@@ -323,9 +297,7 @@ class _StandIn(torch.autograd.Function):
     ) -> Any:
         ctx.recorder, ctx.run = recorder, (index, place, recorder.gathered_bytes(tensors))
         ctx.held = [x for x in tensors if not x.requires_grad]
-        ctx.gradients = [
-            (x.shape, x.stride(), x.dtype, x.device) if x.requires_grad else None for x in tensors
-        ]
+        ctx.gradients = [_like(x) if x.requires_grad else None for x in tensors]
         ctx.parts = [recorder.shards.by_storage.get(storage_key(x)) for x in tensors]
         made = tuple(_empty(like[:4]) for like in likes)
         ctx.mark_non_differentiable(
@@ -344,6 +316,11 @@ class _StandIn(torch.autograd.Function):
             shards.made = None
         recorder.meter.peak = recorder.meter.current
         return (None, None, None, None, *made)
+
+
+def _like(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What `_empty` makes another one of."""
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 def _empty(like: Any) -> torch.Tensor:

@@ -10,10 +10,11 @@ leave. Where the budget counts reserved bytes, the events of the step are replay
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -21,11 +22,13 @@ from fxremat.compat.ranks import is_a_rank
 from fxremat.compile import session
 from fxremat.compile.constants import DRY_RUNS
 from fxremat.compile.request import Request
+from fxremat.core.events import RunEvents
 from fxremat.core.layout import NOWHERE, StepLayout
 from fxremat.core.step import Interface
 from fxremat.errors import InfeasibleBudget, forget_frames
+from fxremat.memory.layout import arrange
 from fxremat.memory.optimizers import optimizer_memory
-from fxremat.memory.reserved_bytes import Reserved
+from fxremat.memory.reserved_bytes import ALONE, Reserved
 from fxremat.memory.storages import storage_bytes
 from fxremat.planner import step_versions as planner
 from fxremat.report.files import write_report
@@ -33,22 +36,9 @@ from fxremat.report.report import Report
 from fxremat.runtime.accumulation import living_gradients
 from fxremat.sizes import format_bytes
 from fxremat.step.context import Surroundings, first_description
-from fxremat.step.description import (
-    LeastVersions,
-    Placing,
-    StepDescription,
-    lowest_ways,
-    summary_of,
-)
-from fxremat.step.graph import CompiledVersion, Graph, NoBackward, Place, Role, Taken, Tensors
-from fxremat.step.promise import (
-    Compiled,
-    MadeVersions,
-    Observed,
-    PromisedVersion,
-    RunVersions,
-    promise_of,
-)
+from fxremat.step.description import LeastVersions, StepDescription, lowest_ways, summary
+from fxremat.step.graph import CompiledVersion, Graph, NoBackward, Place, Role, Taken
+from fxremat.step.promise import MadeVersions, Observed, Promise, RunVersions, Tensors
 from fxremat.step.versions import Offer, Part, version_in, version_refused, with_compiled
 
 log = logging.getLogger(__name__)
@@ -62,7 +52,8 @@ class GraphInStep:
     ``role`` and what its runs have ``taken`` change when the step is planned anew. ``known`` are
     the versions that were compiled, ``looked`` is what it offers as a part of a step, and ``call``
     runs it where no run waits, or nothing is planned. What steps were ``observed`` to take beside
-    what was counted is set aside. ``placing`` knows where its buffers lie.
+    what was counted is set aside. Where it is alone, buffers lie as ``one_run`` asks for them, else
+    as the step ``placed`` says.
     """
 
     graph: Graph
@@ -72,9 +63,11 @@ class GraphInStep:
     taken: Taken = field(default_factory=Taken)
     known: dict[Request, CompiledVersion] = field(default_factory=dict)
     looked: Part | None = None
-    call: Compiled | None = None
+    call: Callable[..., Any] | None = None
     observed: Observed = field(default_factory=Observed)
-    placing: Placing = field(default_factory=Placing)
+    placed: StepDescription | None = None
+    one_run: RunEvents | None = None
+    one_layout: StepLayout | None = None
 
     def compiled(self) -> RunVersions | None:
         """The versions for the first runs; None where no run will wait, or nothing is planned.
@@ -91,8 +84,7 @@ class GraphInStep:
         if together and self.request.budget.limit is not None and self.graph.needs_gradients:
             with suppress(NoBackward):
                 found = self.compiled_for(count)
-                if self.goes_on:
-                    self.where.scope.plan_next_step()
+                self.where.scope.due |= self.goes_on
                 return found
         return self._alone()
 
@@ -123,18 +115,17 @@ class GraphInStep:
         if not self.request.policy.arena or self.request.inputs.accumulated:
             return NOWHERE
         if described is None and self.taken.count > 1:
-            described = self.placing.described
+            described = self.placed
         if described is not None:
-            return self.placing.of_part(described, self.role.index, device)
+            return described.layout_of(self.role.index, device)
         alone = self.role.runs_alone
         if alone is None:
             alone = device == "cuda" and not (self.where.follow or self.where.neighbours.graphs)
-        return self.placing.of_one_run(device) if alone and not self.sharded else NOWHERE
-
-    @property
-    def given(self) -> frozenset[int]:
-        """Addresses of the storages that it was compiled for."""
-        return self.where.given
+        if not alone or self.sharded or self.one_run is None:
+            return NOWHERE
+        if self.one_layout is None:
+            self.one_layout = arrange([self.one_run], ALONE, device).layout
+        return self.one_layout
 
     @property
     def around(self) -> Tensors:
@@ -182,6 +173,7 @@ class GraphInStep:
         """Whether a plan of it runs something again, or moves it."""
         return any(one.report and one.report.time_overhead > 0 for one in self.known.values())
 
+    @property
     def is_complete(self) -> bool:
         """Whether all that was counted beside it is there: its optimizers have their states."""
         trained = optimizer_memory(None, self.where.scope.given.weights(), self.where.device)
@@ -280,17 +272,17 @@ class GraphInStep:
             forget_frames(refused)
             request = request.with_budget(held=request.budget.held - missing, optimizer_step=0)
             version = self.graph.compile(request)
-            self.where.scope.plan_next_step()
+            self.where.scope.due = True
         self.known[request] = version
         report = version.report
         if report is None or request.budget.limit is None:
             self.call = version.call
             return None
-        self.taken.count, self.placing.run = 1, report.events
+        self.taken.count, self.one_run, self.one_layout = 1, report.events, None
         self.where.scope.own.share(report.memory.own, request.budget.allocator)
         promised = self.promised(version, request)
-        promised = replace(promised, promise=replace(promised.promise, left_bytes=missing or None))
-        own, late = promised.promise.peak_bytes, self.where.context.late
+        promised = replace(promised, left_bytes=missing or None)
+        own, late = promised.peak_bytes, self.where.context.late
         self.taken.saved_bytes, self.taken.own_peak_bytes = report.saved_bytes, own
         found = RunVersions((promised,), (0,), own, request.budget.held - late + own)
         return self._note_peak(told, found)
@@ -300,7 +292,7 @@ class GraphInStep:
         scope, waiting = self.where.scope, self.where.scope.waiting.values()
         self.part()
         scope.given.see_eager(self.graph.inputs, self.around, waiting, self.where.device)
-        if (described := scope.describe_with(self)) is None:
+        if (described := scope.describe_with(self, self.where.given)) is None:
             return refused.minimum_bytes or 0
         described.offer_compiled()
         more = version_refused(self.graph.plan, self.request, refused)
@@ -415,25 +407,21 @@ class GraphInStep:
             described.offer(index, offers)
         if self.role.described is None:
             chosen = described.saving_most_first(index, chosen, self.request.budget.for_step)
-        of_run, peak = [chosen[run] for run in runs], described.step().peak_bytes(chosen)
-        return MadeVersions(compiled, of_run, peak, self._reserved(described, chosen))
+        taken, of_run = self._reserved(described, chosen), [chosen[run] for run in runs]
+        nbytes = described.step().peak_bytes(chosen) if taken is None else taken.nbytes
+        return MadeVersions(compiled, of_run, nbytes, taken is not None)
 
     def _least(self, described: StepDescription) -> LeastVersions:
         return described.least(self.request.budget, partial(self._reserved, described))
 
     def _reserved(self, described: StepDescription, chosen: Sequence[int]) -> Reserved | None:
         """What the allocator takes for the whole step; None where that is not known."""
-        settings = self.request.budget.allocator
-        if self.request.budget.metric != "reserved" or settings is None or not self._knows_whole:
-            return None
+        settings = self.request.budget.counted_allocator if self._knows_whole else None
         return described.reserved(chosen, settings)
 
     @property
     def _knows_whole(self) -> bool:
-        """Whether it is known what lies between the runs of its step, and in which order they run.
-
-        In a pipeline halves take turns in another order.
-        """
+        """Whether it is known what lies between its runs, whose order is not that of a pipeline."""
         described = self.role.described
         known = described is None or described.outside is not None
         return known and self.where.context.pipeline is None
@@ -445,16 +433,16 @@ class GraphInStep:
         kept, of_run = tuple(offers[k] for k in made), tuple(list(made).index(k) for k in mine)
         described.parts[self.role.index] = replace(described.parts[self.role.index], offers=kept)
         peak, counted = found.nbytes, "reserved" if found.is_reserved else "allocated"
-        log.info("%s", summary_of(kept, of_run, peak, self.request.budget.for_step, counted))
+        log.info("%s", summary(kept, of_run, peak, self.request.budget.for_step, counted))
         late = self.where.context.late if self.role.described is None else 0
         at_place = described.settle(self.role.index, of_run)
-        self.placing.described = described
+        self.placed = described
         part, alone = described.parts[self.role.index], self.role.described is None
         parts = tuple(replace(part, offers=(kept[k],)) for k in at_place if alone)
         own = self.taken.own_peak_bytes = peak - self.request.budget.held
         return RunVersions(tuple(made.values()), at_place, own, peak - late, parts)
 
-    def _compiled(self, offers: list[Offer], place: int, own: Interface) -> PromisedVersion:
+    def _compiled(self, offers: list[Offer], place: int, own: Interface) -> Promise:
         """A version, compiled; what it really takes is offered from now on.
 
         Raises `InfeasibleBudget` where that is more than was asked for.
@@ -473,7 +461,7 @@ class GraphInStep:
 
     def promised(
         self, version: CompiledVersion, request: Request, own: Interface | None = None
-    ) -> PromisedVersion:
+    ) -> Promise:
         """A version with what was promised of it.
 
         Of several runs, each with ``own`` inputs, parameters count as part of what lies around.
@@ -490,9 +478,19 @@ class GraphInStep:
             if self.role.described is not None:
                 unseen = self.role.described.outside_bytes(self.role.index)
             peak = max(part.forward_bytes + own.given, part.backward_bytes + own.incoming)
-        beside, device = (unseen, self.unseen_bytes), self.where.device
-        promise = promise_of(report, request.budget, peak, beside, around, device)
-        return PromisedVersion(version.call, promise)
+        return Promise(
+            call=version.call,
+            graph=f"graph {report.graph}",
+            device=self.where.device,
+            budget_bytes=request.budget.limit,
+            peak_bytes=peak,
+            held_bytes=report.held_bytes,
+            reserve_bytes=unseen,
+            saved_bytes=report.saved_bytes,
+            unseen_bytes=self.unseen_bytes,
+            around=around,
+            counts_reserved=request.budget.metric == "reserved",
+        )
 
     def plan_version(self, offer: Offer, limit_bytes: int) -> Report:
         """The graph planned as a version, which generates no kernels."""

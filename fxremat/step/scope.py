@@ -32,7 +32,7 @@ from fxremat.core.step import Order, in_order, last_first
 from fxremat.errors import BudgetExceeded, PromiseBroken
 from fxremat.memory.composed_steps import outside_in_order
 from fxremat.memory.optimizers import optimizer_memory
-from fxremat.memory.storages import Storages, storages_of, with_gradients
+from fxremat.memory.storages import Storages, storages_of, with_gradients, without
 from fxremat.memory.watched_steps import MOST_STEPS, StepWatch
 from fxremat.runtime.accumulation import living_gradients
 from fxremat.sizes import format_bytes
@@ -45,10 +45,9 @@ from fxremat.step.graph import (
     Recorded,
     Role,
     SharingGraph,
-    Tensors,
     WaitingRun,
 )
-from fxremat.step.promise import Promise, Warned
+from fxremat.step.promise import Promise, Tensors, Warned
 from fxremat.step.versions import Part, Planner
 
 log = logging.getLogger(__name__)
@@ -122,18 +121,14 @@ class BudgetScope:
         first = self._parts_at_places(frame)
         first = first if len(first) < count else ()
         runs = [one for one in self.waiting.values() if not (first and one.frame == frame)]
-        waiting: Storages = {}
-        for run in runs:
-            waiting |= run.saved()
+        waiting = dict(item for run in runs for item in run.saved().items())
         graphs = [one.graph for one in runs if one.graph is not None]
         distinct = tuple(dict.fromkeys(graphs))
         resident = self.resident_beside(own, device, models=not around)
         known = {**own, **resident}
-        batch = storages_of(self.given.batches(), device)
         counted = {key for one in self.waiting.values() if one not in runs for key in one.given}
-        counted |= known.keys()
-        batch = {key: size for key, size in batch.items() if key not in counted}
-        held = sum(size for key, size in waiting.items() if key not in {**known, **batch})
+        batch = without(storages_of(self.given.batch.values(), device), known.keys() | counted)
+        held = sum(without(waiting, known.keys() | batch.keys()).values())
         for graph in distinct:  # of runs that are still to come, as micro-batches are
             missing = graph.taken.count - graphs.count(graph)
             held += max(0, missing) * graph.taken.saved_bytes // max(1, graph.taken.count)
@@ -149,10 +144,10 @@ class BudgetScope:
     ) -> Storages:
         """Parameters of all graphs with their gradients, and all else that is known of their
         ``models``, unless a graph counts what lies around it itself."""
-        found = self.given.resident(device)
+        found = with_gradients(self.given.weights(), device)
         for graph in self.graphs if models else ():
             found |= storages_of(_alive(graph.around), device)
-        return {key: size for key, size in found.items() if key not in own}
+        return without(found, own)
 
     def _parts_at_places(self, frame: int) -> tuple[tuple[Part, ...], ...]:
         """Of the runs of a frame that wait now, the parts of their graph at each place.
@@ -174,16 +169,15 @@ class BudgetScope:
 
     # -- steps as they have run --------------------------------------------------------------
 
-    def plan_next_step(self) -> None:
-        """Have all graphs planned together from the next step on."""
-        self.due = True
+    def describe_with(self, graph: SharingGraph, given: frozenset[int]) -> StepDescription | None:
+        """The step of the runs that wait now and one of ``graph``, with all that they offer.
 
-    def describe_with(self, graph: SharingGraph) -> StepDescription | None:
-        """The step of the runs that wait now and one of ``graph``, with all that they offer."""
+        The latter is ``given`` the storages at these addresses.
+        """
         waiting = [one for one in self.waiting.values() if one.graph is not None]
         runs = [(one.graph, one.place) for one in waiting if one.graph is not None]
-        pairs = zip(waiting, [*(one.given for one in waiting[1:]), graph.given], strict=True)
-        kept = [k for k, (one, given) in enumerate(pairs) if not one.results & given]
+        pairs = zip(waiting, [*(one.given for one in waiting[1:]), given], strict=True)
+        kept = [k for k, (one, taken) in enumerate(pairs) if not one.results & taken]
         runs.append((graph, 0))
         held = [len(runs) - 1]  # what nobody is given yet, others may hold
         trained = [*(one.weights for one in waiting), {}]
@@ -193,7 +187,7 @@ class BudgetScope:
     def _describe_last(self) -> StepDescription | None:
         """The last step as it has run; None where it cannot be planned as one."""
         runs: dict[tuple[SharingGraph, int], int] = {}
-        weights: dict[tuple[SharingGraph, int], Mapping[int, int]] = {}
+        weights: dict[int, Mapping[int, int]] = {}
         order: list[tuple[int, Literal["forward", "backward"]]] = []
         kept, held = list[int](), list[int]()
         for one in self.last:
@@ -201,20 +195,14 @@ class BudgetScope:
             if graph is None:
                 return None
             if one.phase == "forward":  # a place may be taken again: its version is the same
-                number = runs.setdefault((graph, one.place), len(order))
+                number = runs.setdefault((graph, one.place), len(runs))
                 kept += [number] if one.keeps else []
                 held += [number] if one.holds else []
-                weights[graph, one.place] = one.weights
+                weights[number] = one.weights
             elif (graph, one.place) not in runs:
                 return None  # it was recorded from its middle on
             order.append((runs[graph, one.place], one.phase))
-        numbers = {old: new for new, old in enumerate(dict.fromkeys(run for run, _ in order))}
-        known = {number: run for run, number in runs.items()}
-        listed = [known[number] for number in numbers]
-        in_turn = [(numbers[run], phase) for run, phase in order]
-        kept, held = ([numbers[run] for run in each] for each in (kept, held))
-        trained = [weights[run] for run in listed]
-        return self._described(listed, in_turn, 0, kept, held, trained)
+        return self._described([*runs], order, 0, kept, held, [*weights.values()])
 
     def _described(
         self,
@@ -274,14 +262,14 @@ class BudgetScope:
             self.watch = StepWatch(device, budget, promise.counts_reserved, self._compilations)
         if not self.is_under_way and not self.watch.is_over:
             around = pytree.tree_leaves([each() for each in promise.around])
-            known = [*args, *around, *self.given.weights(), *self.given.batches()]
+            known = [*args, *around, *self.given.weights(), *self.given.batch.values()]
             resident, arena = with_gradients(known, promise.device), self.own.arena
-            more = with_gradients(self.given.behind(), promise.device)
-            unplanned = sum(size for key, size in more.items() if key not in resident)
+            more = with_gradients(self.given.read_behind.values(), promise.device)
+            unplanned = sum(without(more, resident).values())
             if arena is not None:
                 resident = {k: n for k, n in resident.items() if not arena.holds(k)}
                 resident[arena.address] = arena.nbytes
-            weights, self.saved_bytes = [*self.given.weights(), *self.given.behind()], 0
+            weights, self.saved_bytes = [*self.given.weights(), *self.given.read_behind.values()], 0
             states = optimizer_memory(None, weights, promise.device)
             self.watch.begin(sum(resident.values()) + states.states - states.missing, unplanned)
 
@@ -318,8 +306,12 @@ class BudgetScope:
         more = 0 if is_a_rank() else self.given.checkpointed.news() + self.given.eager.news()
         if not more:
             return
+        self._set_all_aside(0, more, remembered=False)  # each run sees it in its first step
+
+    def _set_all_aside(self, between: int, held: int, *, remembered: bool = True) -> None:
+        """Have all graphs planned again with so many bytes more, or fewer, beside them."""
         for graph in list(self.graphs):
-            graph.set_aside(0, more, remembered=False)  # each run sees it in its first step
+            graph.set_aside(between, held, remembered=remembered)
             self.due |= graph.role.described is not None
 
     def _use_what_is_left(self) -> None:
@@ -328,14 +320,11 @@ class BudgetScope:
         Once its optimizers have stepped, the allocator has reserved what it will have.
         """
         watch, graphs = self.watch, list(self.graphs)
-        if (
-            watch is None
-            or not (watch.reserved and watch.is_over)
-            or self.warned.looked >= MOST_STEPS
-        ):
+        looks = watch is not None and watch.reserved and watch.is_over
+        if watch is None or not looks or self.warned.looked >= MOST_STEPS:
             return
         self.warned.looked += 1
-        if not graphs or not all(one.is_complete() for one in graphs):
+        if not graphs or not all(one.is_complete for one in graphs):
             return
         self.warned.looked = MOST_STEPS
         reserve = max(one.reserve_bytes for one in graphs)
@@ -344,43 +333,36 @@ class BudgetScope:
         if left <= MUCH_UNUSED * watch.budget_bytes or not again or is_a_rank():
             return
         log.info("the loop leaves %s of what was promised: planned again", format_bytes(left))
-        for graph in graphs:
-            graph.set_aside(0, -left)
-            self.due |= graph.role.described is not None
+        self._set_all_aside(0, -left)
         watch.look_again()
 
     def end(self, promise: Promise) -> None:
         """A backward has ended; if no forward waits, the step does when that backward returns."""
         if not self.is_under_way and self.watch is not None:
-            when_backward_returns(partial(self._ended, promise))
+            when_backward_returns(partial(self._ended, self.watch, promise))
 
-    def _ended(self, promise: Promise) -> None:
+    def _ended(self, watch: StepWatch, promise: Promise) -> None:
         """A step has ended, and may have taken too much."""
-        assert self.watch is not None
-        exceeded = self.watch.end(promise.graph, self.saved_bytes, promise.unseen_bytes)
+        exceeded = watch.end(promise.graph, self.saved_bytes, promise.unseen_bytes)
         if exceeded is not None:
-            exceeded.again = self._set_aside(exceeded)
+            exceeded.again = self._set_aside(watch, exceeded)
             log.warning("%s", exceeded)
             warnings.warn(exceeded, stacklevel=4)
 
-    def _set_aside(self, exceeded: BudgetExceeded) -> bool:
+    def _set_aside(self, watch: StepWatch, exceeded: BudgetExceeded) -> bool:
         """Have all graphs planned again for what a step was seen to take; whether they are.
 
         At first what nobody had counted is taken to be there while all runs wait, as a loss is;
         where a step exceeds the budget even then, at all times. Ranks see different numbers, and
         have to run the same.
         """
-        graphs = list(self.graphs)
-        if self.warned.planned_again == 2 or not graphs or is_a_rank():
+        if self.warned.planned_again == 2 or not self.graphs or is_a_rank():
             return False
         between, held = exceeded.outside_bytes - exceeded.counted_bytes, 0
         if self.warned.planned_again:
             between, held = 0, exceeded.taken_bytes - exceeded.budget_bytes
-        for graph in graphs:
-            graph.set_aside(between, held)
-            self.due |= graph.role.described is not None
-        assert self.watch is not None
-        self.watch.look_again()
+        self._set_all_aside(between, held)
+        watch.look_again()
         self.warned.planned_again += 1
         return True
 
@@ -404,22 +386,17 @@ class BudgetScope:
             self.order.append(forward)
         weakref.finalize(node, self._leaves, key, run)
         when_freed(node, partial(self._leaves, key, run))
-        self.saved_bytes = max(self.saved_bytes, self._planned()[1] + run.returned_bytes)
+        number, nbytes = len(waiting), sum(one.promise.saved_bytes for one in [*waiting.values()])
+        self.saved_bytes = max(self.saved_bytes, nbytes + run.returned_bytes)
         if self.watch is not None:
             self.watch.promised = max(self.watch.promised, run.runs.step_peak_bytes)
-        if len(waiting) == 1:
-            if self.warned.anew:
-                known = self.warned
-                self.warned = Warned(planned_again=known.planned_again, looked=known.looked)
-            return None
-        if self.warned.anew:
-            return None
-        number, nbytes = self._planned()
         runs, most = self.warned.most
-        if number <= runs and nbytes <= most:
-            return None
-        self.warned.most = max(number, runs), max(nbytes, most)
-        return self._compare(run, own)
+        if number == 1 and self.warned.anew:
+            self.warned = replace(self.warned, most=(1, 0), runs=1, anew=False)
+        elif number > 1 and not self.warned.anew and (number > runs or nbytes > most):
+            self.warned.most = max(number, runs), max(nbytes, most)
+            return self._compare(run, own)
+        return None
 
     def _leaves(self, key: int, run: WaitingRun) -> None:
         """A run goes backward, or its graph is gone."""
@@ -456,24 +433,19 @@ class BudgetScope:
     def _is_recorded(self, run: WaitingRun) -> bool:
         return run.graph is not None and self.records
 
-    def _planned(self) -> tuple[int, int]:
-        runs = list(self.waiting.values())
-        return len(runs), sum(run.promise.saved_bytes for run in runs)
-
     def _compare(self, run: WaitingRun, own: Iterable[object]) -> PromiseBroken | None:
         """The warning if its backward will exceed the budget, for what others hold."""
         promise, number = run.promise, len(self.waiting)
         around = pytree.tree_leaves([each() for each in promise.around])
         counted = storages_of(around, promise.device)
         if run.graph is not None:  # counted when it was planned
-            counted |= storages_of(self.given.batches(), promise.device)
+            counted |= storages_of(self.given.batch.values(), promise.device)
             counted |= self.resident_beside({}, promise.device)
-        known = {**storages_of(own, promise.device), **run.saved()}
-        known = {key: size for key, size in known.items() if key not in counted}
-        others: Storages = {}
-        for other in list(self.waiting.values()):
-            others |= {} if other is run else other.saved()
-        held = sum(size for key, size in others.items() if key not in {**known, **counted})
+        known = without({**storages_of(own, promise.device), **run.saved()}, counted)
+        waiting = list(self.waiting.values())
+        saved = (other.saved() for other in waiting if other is not run)
+        others = dict(item for each in saved for item in each.items())
+        held = sum(without(others, known.keys() | counted.keys()).values())
         beside = promise.beside(held, sum(known.values()))
         expected = promise.peak_bytes + max(beside, promise.held_bytes)
         if expected > promise.budget_bytes and number > self.warned.runs:

@@ -9,7 +9,7 @@ a limit of the first kind where the rest is held in between (`Budget.between`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 from fxremat.compile import session
@@ -25,6 +25,7 @@ from fxremat.compile.search.variant_sets import GraphInVariants
 from fxremat.compile.stage_times import StageTimes
 from fxremat.core.constants import MEASURABLE
 from fxremat.core.events import RunEvents
+from fxremat.core.json_data import from_data, to_data
 from fxremat.core.plan import Plan
 from fxremat.core.schedule import store_all
 from fxremat.core.step import Interface, Version
@@ -132,6 +133,13 @@ class Part:
     offers: tuple[Offer, ...]
     compiled: tuple[Offer, ...] = ()
 
+    def leaving(self, left_bytes: int | None) -> Part:
+        """The part where of its gradients no more than ``left_bytes`` stay; None: all."""
+        if left_bytes is None:
+            return self
+        left = min(self.interface.left, left_bytes)
+        return replace(self, interface=replace(self.interface, left=left))
+
 
 def with_compiled(part: Part, compiled: Mapping[Request, Any], request: Request) -> Part:
     """The part with what is compiled of it for the inputs of the request, by what was asked for."""
@@ -164,17 +172,9 @@ def part_on_all_ranks(draft: Draft, request: Request, count: int) -> Part:
     question = session.digest("part", build(), graph, astuple(request), count)
 
     def look() -> Any:
-        return asdict(offers_of(draft, request, count))
+        return to_data(offers_of(draft, request, count))
 
-    return _part_from_json(shared_answer("look at a compiled part", question, look))
-
-
-def _part_from_json(data: Any) -> Part:
-    offers = (
-        Offer(Version(**one["version"]), one["peak_bytes"], one["between_bytes"])
-        for one in data["offers"]
-    )
-    return Part(Interface(**data["interface"]), tuple(offers))
+    return from_data(Part, shared_answer("look at a compiled part", question, look))
 
 
 def offers_of(draft: Draft, request: Request, count: int) -> Part:
@@ -196,7 +196,8 @@ def offers_of(draft: Draft, request: Request, count: int) -> Part:
         return request.budget.own - (count - 1) * (saved_limit - own.resident + own.given)
 
     for found, plan in _plans(planning, graphs, left):
-        offer = _offer(found, plan, request)
+        run = planned_run(found, plan, request)
+        offer = Offer(run.version, run.peak_bytes, run.peak_bytes - run.between_bytes)
         offers.setdefault(offer.version, offer)
     return Part(own, tuple(offers.values()))
 
@@ -258,26 +259,16 @@ def _lowest(
     return [graphs.draft(each, variants) for each in dict.fromkeys([(), *names])]
 
 
-def _offer(draft: Draft, plan: Plan, request: Request) -> Offer:
-    """The version that a plan is, with what it takes as limits."""
-    run = planned_run(draft, plan, request)
-    return Offer(run.version, run.peak_bytes, run.peak_bytes - run.between_bytes)
-
-
 def followed_by(part: Part, given: int) -> Part:
     """The part of blocks like this one that come after it, and so are given what needs a gradient.
 
     What they are given has ``given`` bytes. They hold it while they wait, and make its gradient.
     """
-    more, own = given, part.interface
-    versions = (
-        replace(
-            one.version,
-            saved_bytes=one.version.saved_bytes + more,
-            backward_bytes=one.version.backward_bytes + more,
-        )
-        for one in part.offers
-    )
-    pairs = zip(part.offers, versions, strict=True)
-    offers = tuple(replace(one, version=version, events=None) for one, version in pairs)
-    return Part(replace(own, given=own.given + more), offers)
+
+    def holding(one: Version) -> Version:
+        saved, backward = one.saved_bytes + given, one.backward_bytes + given
+        return replace(one, saved_bytes=saved, backward_bytes=backward)
+
+    offers = (replace(one, version=holding(one.version), events=None) for one in part.offers)
+    own = part.interface
+    return Part(replace(own, given=own.given + given), tuple(offers))
