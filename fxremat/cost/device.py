@@ -52,50 +52,35 @@ class DeviceSpec:
 
 
 def _gpu(
-    name: str,
-    fp32: float,
-    in_16bit: float,
-    bytes_per_s: float,
-    launch_us: float,
-    host_bytes_per_s: float,
-    link_bytes_per_s: float | None = None,
-    *,
+    name: str, fp32: float, in_16bit: float, memory: float, host: float, link: float = 0.0, *,
     tf32: bool = True,
-) -> DeviceSpec:
+) -> DeviceSpec:  # fmt: skip
     """Without NVLink, ranks are linked by the bus to the host."""
-    return DeviceSpec(
-        name,
-        fp32,
-        in_16bit,
-        bytes_per_s,
-        launch_us,
-        host_bytes_per_s,
-        host_bytes_per_s if link_bytes_per_s is None else link_bytes_per_s,
-        reached=PEAK_REACHED,
-        tf32=tf32,
-    )
+    rates = (fp32, in_16bit, memory, _LAUNCH_US, host, link or host)
+    return DeviceSpec(name, *rates, reached=PEAK_REACHED, tf32=tf32)
 
 
+_LAUNCH_US = 4.0
 CPU = DeviceSpec("cpu", 120e9, 120e9, 30e9, 2.0, 4e9, 1e9, 500.0)
 GPUS = (
-    _gpu("B200", 75e12, 2250e12, 8.0e12, 4.0, 55e9, 900e9),
-    _gpu("H200", 67e12, 990e12, 4.8e12, 4.0, 55e9, 450e9),
-    _gpu("H100", 67e12, 990e12, 3.35e12, 4.0, 55e9, 450e9),
-    _gpu("A100-40GB", 19.5e12, 312e12, 1.55e12, 4.0, 25e9, 300e9),
-    _gpu("A100", 19.5e12, 312e12, 2.0e12, 4.0, 25e9, 300e9),
-    _gpu("L40S", 91.6e12, 362e12, 0.864e12, 4.0, 25e9),
-    _gpu("A10", 31e12, 125e12, 0.6e12, 4.0, 25e9),
-    _gpu("L4", 30e12, 121e12, 0.3e12, 4.0, 25e9),
-    _gpu("V100", 15.7e12, 125e12, 0.9e12, 4.0, 12e9, 150e9, tf32=False),
-    _gpu("T4", 8.1e12, 65e12, 0.32e12, 4.0, 12e9, tf32=False),
-    _gpu("A6000", 38.7e12, 155e12, 0.768e12, 4.0, 25e9),
-    _gpu("5090", 105e12, 210e12, 1.79e12, 4.0, 55e9),
-    _gpu("4090", 83e12, 165e12, 1.0e12, 4.0, 25e9),
-    _gpu("3090", 36e12, 71e12, 0.94e12, 4.0, 25e9),
+    _gpu("B200", 75e12, 2250e12, 8.0e12, 55e9, 900e9),
+    _gpu("H200", 67e12, 990e12, 4.8e12, 55e9, 450e9),
+    _gpu("H100", 67e12, 990e12, 3.35e12, 55e9, 450e9),
+    _gpu("A100-40GB", 19.5e12, 312e12, 1.55e12, 25e9, 300e9),
+    _gpu("A100", 19.5e12, 312e12, 2.0e12, 25e9, 300e9),
+    _gpu("L40S", 91.6e12, 362e12, 0.864e12, 25e9),
+    _gpu("A10", 31e12, 125e12, 0.6e12, 25e9),
+    _gpu("L4", 30e12, 121e12, 0.3e12, 25e9),
+    _gpu("V100", 15.7e12, 125e12, 0.9e12, 12e9, 150e9, tf32=False),
+    _gpu("T4", 8.1e12, 65e12, 0.32e12, 12e9, tf32=False),
+    _gpu("A6000", 38.7e12, 155e12, 0.768e12, 25e9),
+    _gpu("5090", 105e12, 210e12, 1.79e12, 55e9),
+    _gpu("4090", 83e12, 165e12, 1.0e12, 25e9),
+    _gpu("3090", 36e12, 71e12, 0.94e12, 25e9),
 )
 """By name; what is more special comes first. Links are NVLink where the card has it: one direction,
 as its data sheet says."""
-OTHER_GPU = _gpu("gpu", 20e12, 160e12, 1.0e12, 4.0, 12e9)
+OTHER_GPU = _gpu("gpu", 20e12, 160e12, 1.0e12, 12e9)
 
 
 def device_spec(device: torch.device) -> DeviceSpec:
@@ -127,8 +112,9 @@ def spec_named(name: str) -> DeviceSpec:
 CONTEXT_BYTES = 600 * MIB
 """What a CUDA context and the kernels of torch's libraries are taken to hold of a card that is not
 here; torch counts it nowhere."""
-BLOCK_SHARED_BYTES = 49152
-"""Of shared memory, what a CUDA block has without asking for more, on all of them."""
+BLOCK_SHARED_BYTES, BLOCK_THREADS, REGISTERS = 49152, 1024, 65536
+"""What is the same on all of them: of shared memory what a CUDA block has without asking for more,
+its threads, and the registers of a multiprocessor."""
 
 
 @dataclass(frozen=True)
@@ -141,8 +127,6 @@ class Limits:
     threads: int
     shared: int
     block_shared: int
-    registers: int = 65536
-    block_threads: int = 1024
 
 
 LIMITS: Mapping[tuple[int, int], Limits] = {
@@ -201,8 +185,8 @@ class Card:
             total_memory=self.total_bytes,
             multi_processor_count=self.multiprocessors,
             max_threads_per_multi_processor=limits.threads,
-            max_threads_per_block=limits.block_threads,
-            regs_per_multiprocessor=limits.registers,
+            max_threads_per_block=BLOCK_THREADS,
+            regs_per_multiprocessor=REGISTERS,
             shared_memory_per_block=BLOCK_SHARED_BYTES,
             shared_memory_per_block_optin=limits.block_shared,
             shared_memory_per_multiprocessor=limits.shared,

@@ -26,7 +26,6 @@ from torch.utils import _pytree as pytree
 from fxremat.compat.configuration import OpOverload
 from fxremat.compat.joint_graph import REPEATABLE, is_pure_attention
 from fxremat.compat.measuring import memory_filled, random_state_kept, random_states
-from fxremat.compat.sizes import size_bound
 from fxremat.compat.tensors import outside_fake_mode
 from fxremat.cost.call_times import call_key, has_room, made_real, operands
 
@@ -89,7 +88,7 @@ def _several_ranks() -> bool:
 
 def _tried(node: fx.Node, device: torch.device) -> Tried:
     args, kwargs = operands(node, images_last=False)
-    key = node.target, f"{device} {call_key(node.target, args, kwargs, size_bound)}"
+    key = node.target, f"{device} {call_key(node.target, args, kwargs)}"
     if key not in _TRIED:
         try:
             with outside_fake_mode(), random_state_kept(), memory_filled(), torch.no_grad():
@@ -103,8 +102,8 @@ def _tried(node: fx.Node, device: torch.device) -> Tried:
 def _run_twice(target: Any, args: Any, kwargs: Any, device: torch.device) -> Tried:
     if not has_room(device, (args, kwargs)):
         return Tried.UNKNOWN
-    real = made_real(args, size_bound, device)
-    named = {name: made_real(one, size_bound, device) for name, one in kwargs.items()}
+    real = made_real(args, device)
+    named = {name: made_real(one, device) for name, one in kwargs.items()}
     before = random_states()
     first = pytree.tree_leaves(target(*real, **named))
     second = pytree.tree_leaves(target(*real, **named))

@@ -4,7 +4,7 @@ Runs that other programs disturb do not count: a thread that waits for a core, a
 it, would count as work. A core's clock, and the neighbours on its chip, change how long the same
 matmul takes by a quarter within minutes. Times are kept on disk and added up, so those of a CPU are
 divided by how much longer than at first a fixed matmul takes just now. On a GPU they are left as
-they are.
+they are. Numbers are kept on disk, but for those of calls that were disturbed each time.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,9 @@ try:
 except ImportError:  # there are none on Windows
     fcntl = resource = None  # type: ignore[assignment]
 
+from fxremat.compat.inductor.kernels import wait_for_vectors
 from fxremat.compat.measuring import keep_busy
+from fxremat.compat.tensors import outside_fake_mode
 from fxremat.core.constants import CORE_TURN_S, TIME_DOUBT
 from fxremat.cost.number_file import NumberFile, number_path
 
@@ -139,6 +141,41 @@ def quickest(
     disturbed = not runs.counted
     seconds = runs.quickest_of_all if disturbed else runs.quickest
     return Timing(1e6 * seconds / slowdown, disturbed)
+
+
+@dataclass
+class TimedNumbers:
+    """Numbers of one ``kind`` by what they are of, timed once, and kept below ``directory``."""
+
+    device: torch.device
+    directory: Path
+    kind: str
+    unsure: dict[str, float | None] = field(default_factory=dict)
+    """What is not kept: None for what has no room, and what was disturbed each time."""
+
+    def __post_init__(self) -> None:
+        self.file = NumberFile(number_path(self.directory, self.device, self.kind))
+        self.reference = reference_of(self.device, self.directory)
+
+    def number(self, key: str, measure: Callable[[], tuple[float | None, bool]]) -> float | None:
+        """The number of this key. ``measure`` gives it, and whether that was disturbed.
+
+        It is called where tensors are real, and nothing is compiled that could take a core.
+        """
+        if key not in self.file.numbers and key not in self.unsure:
+            wait_for_vectors()
+            with outside_fake_mode(), torch.no_grad():
+                found, disturbed = measure()
+            if found is None or disturbed:
+                self.unsure[key] = found
+            else:
+                self.file.add(key, found)
+        return self.file.numbers.get(key, self.unsure.get(key))
+
+    def us(self, call: Callable[[], object]) -> tuple[float, bool]:
+        """Microseconds of the quickest run of a call, and whether all runs were disturbed."""
+        timing = quickest(call, self.device, self.reference)
+        return timing.us, timing.disturbed
 
 
 def _calls_of(device: torch.device) -> int:

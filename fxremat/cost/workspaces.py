@@ -145,7 +145,7 @@ class Workspaces:
         return (whole,) if whole else ()
 
     def _measured_once(self, target: Any, args: Any, kwargs: Any) -> int:
-        key = call_key(target, args, kwargs, size_bound)
+        key = call_key(target, args, kwargs)
         if key not in self.file.numbers and _ESTIMATE + key not in self.file.numbers:
             with outside_fake_mode(), torch.no_grad():
                 found, is_estimate = self._found(target, args, kwargs)
@@ -202,7 +202,7 @@ class Workspaces:
 
         def made(name: str, value: Any) -> Any:
             given = None if name in _WITHOUT_BATCH else batch
-            return made_real(value, size_bound, self.device, given)
+            return made_real(value, self.device, given)
 
         if not has_room(self.device, (args, kwargs), batch):
             raise MemoryError
