@@ -31,8 +31,9 @@ from fxremat.cost.call_times import call_key, has_room, made_real, operands
 from fxremat.cost.cuda_scratch import IN_FORM_OUT, Multiprocessors, known_blocks
 from fxremat.cost.number_file import NumberFile, number_path
 from fxremat.cost.roofline import scratch_of
-from fxremat.memory.allocator_settings import MIN_BLOCK_BYTES, round_up
+from fxremat.memory.allocator_settings import block_bytes
 from fxremat.memory.measured_peak import measure_call
+from fxremat.memory.storages import storages_of
 from fxremat.passes.joint_graph import is_mutating, is_random, is_view
 from fxremat.runtime import kernels
 from fxremat.sizes import format_bytes
@@ -77,11 +78,6 @@ def _is_matmul_without(target: Any, args: Any, device: torch.device) -> bool:
 
 def _tensors(values: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
-
-
-def _bytes_of_storages(values: Any) -> dict[int, int]:
-    storages = [tensor.untyped_storage() for tensor in _tensors(values)]
-    return {storage.data_ptr(): storage.nbytes() for storage in storages}
 
 
 class Workspaces:
@@ -140,7 +136,7 @@ class Workspaces:
         whole = self.of_call(target, args, kwargs)
         if self.device.type == "cuda" and whole:
             blocks = known_blocks(target, args, kwargs, _multiprocessors(self.device))
-            if blocks and sum(round_up(n, MIN_BLOCK_BYTES) for n in blocks) == whole:
+            if blocks and sum(block_bytes(n, self.device) for n in blocks) == whole:
                 return blocks
         return (whole,) if whole else ()
 
@@ -209,11 +205,10 @@ class Workspaces:
         with random_state_kept():
             real = tuple(made(name, value) for name, value in _by_name(target, args))
             named = {name: made(name, value) for name, value in kwargs.items()}
-            results = _bytes_of_storages(target(*real, **named))  # also warms the library up
-            given = _bytes_of_storages((real, named))
-            block = MIN_BLOCK_BYTES if self.device.type == "cuda" else 1
+            results = storages_of(_tensors(target(*real, **named)), None)  # warms the library up
+            given = storages_of(_tensors((real, named)), None)
             anew = [n for storage, n in results.items() if storage not in given]
-            made_anew = sum(round_up(n, block) for n in anew)
+            made_anew = sum(block_bytes(n, self.device) for n in anew)
             above = measure_call(lambda: target(*real, **named), self.device)
         return max(0, above - made_anew)
 
