@@ -44,7 +44,7 @@ def _shape(value: Any) -> Any:
 def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> float:
     """Two batched matmuls: queries with keys, scores with values."""
     *batch, length, width = query
-    return 2.0 * prod(batch) * length * key[-2] * (width + value[-1])
+    return float(2 * prod(batch) * length * key[-2] * (width + value[-1]))
 
 
 def _attention_backward(_: Any, query: Any, key: Any, value: Any, *__: Any, **___: Any) -> float:
