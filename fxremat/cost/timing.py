@@ -13,12 +13,13 @@ import math
 import os
 import tempfile
 import time
+from bisect import insort
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -45,8 +46,7 @@ CLOCK = "reference_matmul"
 _CLOCK_KEY = "us of mm 256x512x512"
 
 
-@dataclass(frozen=True)
-class Timing:
+class Timing(NamedTuple):
     """Microseconds of a call; ``disturbed`` if other programs took a core in each of its runs."""
 
     us: float
@@ -84,45 +84,6 @@ def reference_of(device: torch.device, directory: Path) -> ReferenceMatmul | Non
     return ReferenceMatmul(NumberFile(number_path(directory, device, CLOCK)))
 
 
-@dataclass
-class _Runs:
-    """Runs of one call in which no other program took one of our cores; seconds of them."""
-
-    call: Callable[[], object]
-    device: torch.device
-    quickest_of_all: float = math.inf
-    """Of the disturbed ones, too."""
-    quickest: float = math.inf
-    next_quickest: float = math.inf
-    counted: int = 0
-    counted_seconds: float = 0.0
-    spent: float = 0.0
-
-    def once_more(self) -> None:
-        """Run it; where others have disturbed it, it does not count."""
-        before = _interruptions(self.device)
-        seconds = _seconds(self.call, self.device)
-        together = seconds * _calls_of(self.device)
-        self.spent += together
-        self.quickest_of_all = min(self.quickest_of_all, seconds)
-        if _interruptions(self.device) - before > seconds / CORE_TURN_S:
-            return
-        self.counted, self.counted_seconds = self.counted + 1, self.counted_seconds + together
-        all_three = sorted((self.quickest, self.next_quickest, seconds))
-        self.quickest, self.next_quickest = all_three[:2]
-
-    @property
-    def go_on(self) -> bool:
-        """Whether another run is to be made."""
-        most = TIMING_S if self.counted > 1 else BUSY_TIMING_S
-        return self.spent < most and not self.agree()
-
-    def agree(self) -> bool:
-        """Whether the two quickest do, and there are enough of them."""
-        enough = self.counted_seconds > TIMING_S / 8
-        return enough and self.next_quickest <= self.quickest * (1 + TIME_DOUBT)
-
-
 def quickest(
     call: Callable[[], object], device: torch.device, reference: ReferenceMatmul | None = None
 ) -> Timing:
@@ -134,13 +95,20 @@ def quickest(
     """
     slowdown = 1.0 if reference is None else reference.slowdown()
     call()
-    runs = _Runs(call, device)
+    counted, shortest, spent, enough = list[float](), math.inf, 0.0, TIMING_S / 8
     with alone_on(device):
-        while runs.go_on:
-            runs.once_more()
-    disturbed = not runs.counted
-    seconds = runs.quickest_of_all if disturbed else runs.quickest
-    return Timing(1e6 * seconds / slowdown, disturbed)
+        while spent < (TIMING_S if len(counted) > 1 else BUSY_TIMING_S):
+            before = _interruptions(device)
+            seconds = _seconds(call, device)
+            spent += seconds * _calls_of(device)
+            shortest = min(shortest, seconds)
+            if _interruptions(device) - before > seconds / CORE_TURN_S:
+                continue  # others have disturbed it
+            insort(counted, seconds)
+            enough -= seconds * _calls_of(device)
+            if enough < 0 and len(counted) > 1 and counted[1] <= counted[0] * (1 + TIME_DOUBT):
+                break
+    return Timing(1e6 * (counted[0] if counted else shortest) / slowdown, not counted)
 
 
 @dataclass
@@ -172,10 +140,9 @@ class TimedNumbers:
                 self.file.add(key, found)
         return self.file.numbers.get(key, self.unsure.get(key))
 
-    def us(self, call: Callable[[], object]) -> tuple[float, bool]:
-        """Microseconds of the quickest run of a call, and whether all runs were disturbed."""
-        timing = quickest(call, self.device, self.reference)
-        return timing.us, timing.disturbed
+    def us(self, call: Callable[[], object]) -> Timing:
+        """Of a call, on this device."""
+        return quickest(call, self.device, self.reference)
 
 
 def _calls_of(device: torch.device) -> int:

@@ -45,6 +45,7 @@ _MATMULS = frozenset({_ATEN.mm, _ATEN.addmm, _ATEN.bmm, _ATEN.baddbmm})
 _OF_16_BITS = frozenset({torch.bfloat16, torch.float16})
 _BY_CONTENTS = frozenset({torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output})
 _WITHOUT_BATCH = frozenset({"weight", "bias", "running_mean", "running_var"})
+_NOT_RUN = (is_view, is_mutating, is_random)
 _ESTIMATE = "estimate of "
 _NO_ROOM = "not enough memory to run it and see how much scratch memory it needs"
 _RESERVE = "The option `reserve` can hold back what it needs beyond that."
@@ -69,13 +70,6 @@ def _may_have_workspace(target: object) -> bool:
     )
 
 
-def _is_matmul_without(target: Any, args: Any, device: torch.device) -> bool:
-    """Whether it is one that needs no scratch memory; on CUDA that of cuBLAS is held anyway."""
-    if target.overloadpacket not in _MATMULS:
-        return False
-    return device.type != "cpu" or _OF_16_BITS.isdisjoint(t.dtype for t in _tensors(args))
-
-
 def _tensors(values: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
@@ -98,9 +92,7 @@ class Workspaces:
         """The workspace of a node of an FX graph."""
         if is_collective(node):
             return self.of_call(node.target, *operands(node, images_last=False))
-        if not _may_have_workspace(node.target) or is_view(node) or is_mutating(node):
-            return 0
-        if is_random(node):
+        if not _may_have_workspace(node.target) or any(is_(node) for is_ in _NOT_RUN):
             return 0
         args, kwargs = operands(node, images_last=self.images_last)
         if node.target in kernels.WORKSPACES:
@@ -114,8 +106,9 @@ class Workspaces:
             return scratch
         if not _may_have_workspace(target) or not _tensors((args, kwargs)):
             return 0
-        if _is_matmul_without(target, args, self.device):
-            return 0
+        in_16_bits = any(tensor.dtype in _OF_16_BITS for tensor in _tensors(args))
+        if target.overloadpacket in _MATMULS and not (self.device.type == "cpu" and in_16_bits):
+            return 0  # on CUDA the scratch memory of cuBLAS is held anyway
         if target in kernels.WORKSPACES:
             return kernels.WORKSPACES[target](*args, **kwargs, measure=self.of_call)
         try:

@@ -103,20 +103,6 @@ def _power_of_two(key: str, text: str) -> int:
     return number
 
 
-def _division_rows(key: str, text: str) -> Iterator[tuple[int | None, int]]:
-    """The pairs of ``[64:8,256:4,>:1]``: interval (None for ``>``) and divisions."""
-    for row in text[1:-1].split(","):
-        megabytes, colon, count = row.partition(":")
-        if not colon:
-            raise _invalid(key, text, "pairs such as [64:8,256:4,>:1]")
-        divisions = 0 if count == "0" else _power_of_two(key, count)
-        if megabytes == ">":
-            yield None, divisions
-        else:
-            interval = _power_of_two(key, megabytes).bit_length() - 1
-            yield min(interval, INTERVALS - 1), divisions
-
-
 def _divisions(key: str, text: str) -> tuple[int, ...]:
     """One number for all sizes, or pairs of a size in MB and the number from that size on.
 
@@ -127,15 +113,19 @@ def _divisions(key: str, text: str) -> tuple[int, ...]:
         return (_power_of_two(key, text),) * INTERVALS
     divisions = [0] * INTERVALS
     last: int | None = None
-    for interval, count in _division_rows(key, text):
-        if interval is None:
+    for row in text[1:-1].split(","):
+        megabytes, colon, number = row.partition(":")
+        if not colon:
+            raise _invalid(key, text, "pairs such as [64:8,256:4,>:1]")
+        count = 0 if number == "0" else _power_of_two(key, number)
+        if megabytes == ">":
             first = 1 if last is None else last + 1
             divisions[first:] = [count] * (INTERVALS - first)
-            continue
-        if last is None:
-            divisions[:interval] = [count] * interval
-        divisions[interval] = count
-        last = interval
+        else:
+            interval = min(_power_of_two(key, megabytes).bit_length(), INTERVALS) - 1
+            lowest = 0 if last is None else interval
+            divisions[lowest : interval + 1] = [count] * (interval + 1 - lowest)
+            last = interval
     return tuple(divisions)
 
 

@@ -106,7 +106,6 @@ def arrange(
         lives |= {block: replace(lives[block], begin=0, end=ends) for block in stay}
     placeable = {block: life for block, life in lives.items() if block in own and life.size_bytes}
     rest = [life for block, life in lives.items() if block not in placeable]
-    buffers = [*placeable.values()]
 
     def arranged(placement: Placement) -> Arranged:
         found = placement.offset_bytes
@@ -115,9 +114,10 @@ def arrange(
         names = (frozenset(name for k, name in offsets if k == run) for run in range(len(runs)))
         return Arranged(StepLayout(layouts, placement.arena_bytes), tuple(names))
 
+    unit, best = 1 if device == "cpu" else ALIGNMENT_BYTES[device], list[Arranged]()
+    arena = PartialArena([*placeable.values()], rest, unit)
     if device == "cpu":
-        return arranged(_within_peak(PartialArena(buffers, rest, 1)))
-    arena, best = PartialArena(buffers, rest, ALIGNMENT_BYTES[device]), list[Arranged]()
+        return arranged(_within_peak(arena))
     for placement in _placements(arena):
         one = arranged(placement)
         if len(runs) > 1 and outside:

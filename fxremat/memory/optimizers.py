@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -119,9 +119,7 @@ def held_after_a_step(optimizer: Optimizer) -> Held:
     with the weights where it goes through all of them at once, and does not where it goes through
     one after the other; whether it does is seen in a second step of fewer weights.
 
-    Parameters, states and what is registered with the optimizer stay as they are. Of parameters
-    that ranks share, this rank's parts count. Raises `NotTraceable` where the step needs kernels
-    that do not run without data.
+    What stays as it is, and what is raised, is that of `optimizer_state_bytes`.
     """
     try:
         return _after_a_step(optimizer)
@@ -297,35 +295,35 @@ def optimizer_memory(
         return OptimizerMemory()
     trained = [one for one in {id(x): x for x in weights}.values() if one.requires_grad]
     with apart_from_tracing():
-        if not isinstance(asked, str):
-            return _sum_of([_memory(one, device) for one in _optimizers(asked, trained)])
-        own = _parts_on(device, trained)
-        held = held_by(asked, own)
-        return OptimizerMemory(held.states, held.states, held.step, 2 * sum(map(_size, own)))
+        if isinstance(asked, str):
+            own = _parts_on(device, trained)
+            held = held_by(asked, own)
+            return OptimizerMemory(held.states, held.states, held.step, 2 * sum(map(_size, own)))
+        each = [_memory(one, device) for one in _optimizers(asked, trained)]
+        return OptimizerMemory(  # they step one after the other
+            sum(one.states for one in each),
+            sum(one.missing for one in each),
+            max((one.step for one in each), default=0),
+            sum(one.trained for one in each),
+        )
 
 
 def _optimizers(
     asked: Callable[[Any], Optimizer] | ref[Optimizer] | None, weights: Sequence[torch.Tensor]
 ) -> list[Optimizer]:
-    """The one that is asked for, or those that hold some of the weights."""
-    if asked is None:
-        return list(_holding(weights))
-    made: Any = asked() if isinstance(asked, ref) else asked(weights) if weights else None
-    if made is None:
-        return []
-    return wrapped_by(made) or [made]
-
-
-def _holding(weights: Iterable[torch.Tensor]) -> Iterator[Optimizer]:
-    """The live optimizers that step for weights for which no newer one does."""
-    left = {id(weight) for weight in weights}
-    for one in live_optimizers():
-        if not left:
-            return
+    """The one that is asked for, or those that step for weights for which no newer one does."""
+    if asked is not None:
+        made: Any = asked() if isinstance(asked, ref) else asked(weights) if weights else None
+        return [] if made is None else wrapped_by(made) or [made]
+    left, found = {id(weight) for weight in weights}, []
+    for one in live_optimizers() if left else ():
         own = {id(weight) for group in one.param_groups for weight in group["params"]}
         if own & left:
             left -= own
-            yield one
+            found.append(one)
+        if not left:
+            break
+    return found
 
 
 _KNOWN: WeakKeyDictionary[Optimizer, tuple[Any, Held]] = WeakKeyDictionary()
@@ -375,16 +373,6 @@ def _parts_on(device: torch.device, weights: Iterable[torch.Tensor]) -> list[tor
     """Of the weights that are trained, what lies on the device, and on this rank."""
     parts = [local_part(weight) for weight in weights if weight.requires_grad]
     return [part for part in parts if is_on(part, device)]
-
-
-def _sum_of(each: Sequence[OptimizerMemory]) -> OptimizerMemory:
-    """They hold their states together, and step one after the other."""
-    return OptimizerMemory(
-        sum(one.states for one in each),
-        sum(one.missing for one in each),
-        max((one.step for one in each), default=0),
-        sum(one.trained for one in each),
-    )
 
 
 def _states_there(optimizer: Optimizer, device: torch.device) -> int:
