@@ -35,7 +35,7 @@ from fxremat.compat.tensors import (
     write_over,
 )
 from fxremat.core.layout import HalfLayout, StepLayout, extent
-from fxremat.memory.slots import Covered, Group, Slot, held, take_alike
+from fxremat.memory.slots import Covered, Group, Slot, held
 from fxremat.runtime.placed import Place, Places, closely, go_on_with
 from fxremat.sizes import format_bytes
 
@@ -335,10 +335,12 @@ class Arena:
         self._bind()
         free = [] if half is None else list(half.outlive)
         for one, values in kept:
-            slot = take_alike(free, values)
+            form = values.dtype, values.nbytes
+            slot = next((s for s in free if (s.base.dtype, s.base.nbytes) == form), None)
             if slot is None:
                 one.data = values.to(self.device)
             else:
+                free.remove(slot)
                 one.data = reinterpret(slot.base, values.shape, values.stride(), 0).copy_(values)
 
     @contextmanager
