@@ -60,9 +60,8 @@ OTHER_GPU = DeviceSpec(
 CONTEXT_BYTES = 600 * MIB
 """What a CUDA context and the kernels of torch's libraries are taken to hold of a card that is not
 here; torch counts it nowhere."""
-BLOCK_SHARED_BYTES, BLOCK_THREADS, REGISTERS = 49152, 1024, 65536
-"""What is the same on all of them: of shared memory what a CUDA block has without asking for more,
-its threads, and the registers of a multiprocessor."""
+BLOCK_SHARED_BYTES = 49152
+"""Of shared memory, what a CUDA block has without asking for more, on all of them."""
 
 
 @dataclass(frozen=True)
@@ -129,8 +128,8 @@ class Card:
             total_memory=self.total_bytes,
             multi_processor_count=self.multiprocessors,
             max_threads_per_multi_processor=limits.threads,
-            max_threads_per_block=BLOCK_THREADS,
-            regs_per_multiprocessor=REGISTERS,
+            max_threads_per_block=1024,  # on all of them
+            regs_per_multiprocessor=65536,  # too
             shared_memory_per_block=BLOCK_SHARED_BYTES,
             shared_memory_per_block_optin=limits.block_shared,
             shared_memory_per_multiprocessor=limits.shared,
