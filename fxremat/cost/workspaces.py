@@ -31,7 +31,7 @@ from fxremat.cost.call_times import call_key, has_room, made_real, operands
 from fxremat.cost.cuda_scratch import IN_FORM_OUT, Multiprocessors, known_blocks
 from fxremat.cost.number_file import NumberFile, number_path
 from fxremat.cost.roofline import scratch_of
-from fxremat.memory.allocator_settings import block_bytes
+from fxremat.memory.allocator_settings import in_blocks
 from fxremat.memory.measured_peak import measure_call
 from fxremat.memory.storages import storages_of
 from fxremat.passes.joint_graph import is_mutating, is_random, is_view
@@ -129,7 +129,7 @@ class Workspaces:
         whole = self.of_call(target, args, kwargs)
         if self.device.type == "cuda" and whole:
             blocks = known_blocks(target, args, kwargs, _multiprocessors(self.device))
-            if blocks and sum(block_bytes(n, self.device) for n in blocks) == whole:
+            if blocks and sum(in_blocks(n, self.device) for n in blocks) == whole:
                 return blocks
         return (whole,) if whole else ()
 
@@ -201,7 +201,7 @@ class Workspaces:
             results = storages_of(_tensors(target(*real, **named)), None)  # warms the library up
             given = storages_of(_tensors((real, named)), None)
             anew = [n for storage, n in results.items() if storage not in given]
-            made_anew = sum(block_bytes(n, self.device) for n in anew)
+            made_anew = sum(in_blocks(n, self.device) for n in anew)
             above = measure_call(lambda: target(*real, **named), self.device)
         return max(0, above - made_anew)
 

@@ -199,7 +199,7 @@ def round_up(nbytes: int, multiple: int) -> int:
     return -(-nbytes // multiple) * multiple
 
 
-def block_bytes(nbytes: int, device: torch.device) -> int:
+def in_blocks(nbytes: int, device: torch.device) -> int:
     """What torch's allocator takes for so many: on CUDA whole blocks."""
     return round_up(nbytes, MIN_BLOCK_BYTES) if device.type == "cuda" else nbytes
 

@@ -29,7 +29,7 @@ from fxremat.compat.tensors import (
 )
 from fxremat.core.constants import STEPPED_ALIKE
 from fxremat.errors import NotTraceable
-from fxremat.memory.allocator_settings import block_bytes
+from fxremat.memory.allocator_settings import in_blocks
 from fxremat.memory.storages import Meter, MeteredStorage, storages_of
 from fxremat.runtime.host_memory import is_on
 
@@ -238,7 +238,7 @@ class _Stepping:
             for part in plain_tensors(leaf):
                 if part.device in self.devices:
                     nbytes = part.untyped_storage().nbytes()
-                    found[storage_key(part)] = block_bytes(nbytes, part.device)
+                    found[storage_key(part)] = in_blocks(nbytes, part.device)
         return found
 
 
@@ -378,8 +378,8 @@ def _parts_on(device: torch.device, weights: Iterable[torch.Tensor]) -> list[tor
 def _states_there(optimizer: Optimizer, device: torch.device) -> int:
     """What an allocator takes for states that there are already."""
     leaves = pytree.tree_leaves([dict(one) for one in dict(optimizer.state).values()])
-    return sum(block_bytes(n, device) for n in storages_of(leaves, device).values())
+    return sum(in_blocks(n, device) for n in storages_of(leaves, device).values())
 
 
 def _size(weight: torch.Tensor) -> int:
-    return block_bytes(_bytes(weight), weight.device)
+    return in_blocks(_bytes(weight), weight.device)
