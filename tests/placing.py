@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import repeat
+from types import SimpleNamespace
 from typing import Any, Literal
 from unittest import mock
 
@@ -51,11 +52,8 @@ class Recorded:
 
     def meets(self, other: Recorded) -> bool:
         """Whether both live at once."""
-        return not _ended(self, other) and not _ended(other, self)
-
-
-def _ended(one: Recorded, other: Recorded) -> bool:
-    return one.died is not None and one.died <= other.born
+        pairs = ((self, other), (other, self))
+        return not any(one.died is not None and one.died <= after.born for one, after in pairs)
 
 
 @dataclass
@@ -90,10 +88,9 @@ class Recorder:
         return False
 
     def layout(self) -> HalfLayout:
-        kept = frozenset(k for k in self.outlive if self.asked[k].offset is not None)
-        return HalfLayout(
-            tuple(one.buffer for one in self.asked), tuple(one.offset for one in self.asked), kept
-        )
+        buffers, offsets = [one.buffer for one in self.asked], [one.offset for one in self.asked]
+        kept = frozenset(k for k in self.outlive if offsets[k] is not None)
+        return HalfLayout(tuple(buffers), tuple(offsets), kept)
 
 
 @dataclass
@@ -147,14 +144,15 @@ class Trial:
     placed: dict[tuple[int, int], PlacedRun] = field(default_factory=dict)
     known: list[Any] = field(default_factory=list)
 
-    def placed_run(self, watched: _WatchedRuns, place: int, device: torch.device) -> Any:
+    def placed_run(self, watched: _WatchedRuns, place: int) -> Any:
         key = id(watched), place
         if self.mode == "as ever":
             return None
         if self.mode == "recorded" and key not in self.recorders:
             self.known.append(watched)
             self.recorders[key] = Recorder(self.step), Recorder(self.step)
-            return _Halves(*self.recorders[key])
+            forward, backward = self.recorders[key]
+            return SimpleNamespace(forward=forward, backward=backward)
         return self.placed.get(key)
 
     def record(self, step: Callable[[], Any], model: torch.nn.Module, *, reuse: bool = True) -> Any:
@@ -211,12 +209,6 @@ def dry_runs() -> Iterator[list[RunEvents]]:
         yield found
 
 
-@dataclass
-class _Halves:
-    forward: Recorder
-    backward: Recorder
-
-
 @contextmanager
 def trial() -> Iterator[Trial]:
     """Inside, compiled graphs take their places from what is yielded."""
@@ -228,11 +220,8 @@ def trial() -> Iterator[Trial]:
             found.step.results(results if isinstance(results, (list, tuple)) else [results])
         return results
 
-    def placed_run(watched: _WatchedRuns, place: int, device: torch.device) -> Any:
-        return found.placed_run(watched, place, device)
-
     with (
-        mock.patch.object(_WatchedRuns, "placed_run", placed_run),
+        mock.patch.object(_WatchedRuns, "placed_run", lambda *run: found.placed_run(*run[:2])),
         mock.patch.object(_WatchedRuns, "run", seen),
     ):
         yield found
@@ -268,5 +257,4 @@ class Small:
 
     def lies_in(self, arena: Any) -> int:
         """How many of the gradients do."""
-        begin, end = arena.block.data_ptr(), arena.block.data_ptr() + arena.block.nbytes
-        return sum(begin <= one.data_ptr() < end for one in self.gradients())
+        return sum(arena.holds(one.data_ptr()) for one in self.gradients())

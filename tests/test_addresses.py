@@ -20,7 +20,7 @@ from benchmarks.address_shapes import pyramid, transformer, uneven
 from benchmarks.placing import place as search
 from fxremat.core.check_addresses import BadPlacement, check_placement
 from fxremat.core.layout import Buffer, Placement, live_peak
-from fxremat.planner.addresses import Sections, place, split_into_sections
+from fxremat.planner.addresses import place, split_into_sections
 from fxremat.planner.addresses import place as greedy
 
 LONG, EARLY, LATE = Buffer("long", 0, 4, 8, 8), Buffer("early", 0, 2, 4), Buffer("late", 2, 4, 5)
@@ -45,27 +45,6 @@ def buffers(
 # --- addresses ----------------------------------------------------------------------------
 
 
-def live_peak_again(given_buffers: list[Buffer]) -> int:
-    """The peak, step by step."""
-    return max(
-        (
-            sum(
-                math.ceil(buffer.size_bytes / buffer.alignment_bytes) * buffer.alignment_bytes
-                for buffer in given_buffers
-                if buffer.begin <= step < buffer.end
-            )
-            for step in range(10)
-        ),
-        default=0,
-    )
-
-
-def one_part(given_buffers: list[Buffer] | tuple[Buffer, ...]) -> Sections:
-    """The sections of buffers that hang together."""
-    (part,) = split_into_sections(given_buffers)
-    return part
-
-
 # -- the nouns and the checker ---------------------------------------------------------------
 
 
@@ -77,7 +56,14 @@ def test_no_such_buffer(wrong: tuple[int, int, int, int]) -> None:
 
 @given(buffers())
 def test_live_peak_is_that_of_the_steps(some: list[Buffer]) -> None:
-    assert live_peak(some) == live_peak_again(some)
+    """Also where buffers are parted into sections."""
+    peak = max(sum(_padded(one) for one in some if one.begin <= k < one.end) for k in range(10))
+    assert live_peak(some) == peak
+    assert max((part.least_bytes for part in split_into_sections(some)), default=0) == peak
+
+
+def _padded(buffer: Buffer) -> int:
+    return math.ceil(buffer.size_bytes / buffer.alignment_bytes) * buffer.alignment_bytes
 
 
 def test_checker_accepts() -> None:
@@ -122,26 +108,8 @@ def test_checker_counts_padding() -> None:
 def test_sections_part_where_nothing_is_alive_across() -> None:
     parts = split_into_sections([LATE, EARLY, Buffer("empty", 0, 4, 0)])
     assert [part.names for part in parts] == [("early",), ("late",)]
-    assert one_part(THREE).live_bytes == (12, 13)
-
-
-@given(buffers())
-def test_sections_keep_who_meets_whom_and_the_peak(some: list[Buffer]) -> None:
-    parts = split_into_sections(some)
-    assert max((part.least_bytes for part in parts), default=0) == live_peak_again(some)
-    place_of = {
-        name: (number, part.begin[index], part.end[index])
-        for number, part in enumerate(parts)
-        for index, name in enumerate(part.names)
-    }
-    solid = [buffer for buffer in some if buffer.size_bytes]
-    assert set(place_of) == {buffer.name for buffer in solid}
-    for one in solid:
-        for other in solid:
-            part, begin, end = place_of[one.name]
-            other_part, other_begin, other_end = place_of[other.name]
-            meet = part == other_part and begin < other_end and other_begin < end
-            assert meet == (one.begin < other.end and other.begin < one.end)
+    (part,) = split_into_sections(THREE)
+    assert part.live_bytes == (12, 13)
 
 
 # -- place -----------------------------------------------------------------------------------
@@ -252,7 +220,7 @@ def _lowest(order: tuple[Buffer, ...]) -> list[int]:
         ]
         step = buffer.alignment_bytes
         start = math.ceil(max(beneath, default=0) / step) * step
-        tops.append(start + math.ceil(buffer.size_bytes / step) * step if buffer.size_bytes else 0)
+        tops.append(start + _padded(buffer) if buffer.size_bytes else 0)
     return tops
 
 

@@ -13,7 +13,6 @@ from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxremat
-from fxremat.compat.sizes import size_bound
 from fxremat.cost.call_times import operands
 from fxremat.cost.device import CPU, GPUS, DeviceSpec, device_spec, spec_of_card
 from fxremat.cost.roofline import flops_of, roofline_us
@@ -31,10 +30,6 @@ from tests.single_calls import ATEN, KEY, call
 SPEC = DeviceSpec("test", 1e12, 4e12, 1e9, 3.0, 1e9, 1e8, 20.0)
 A, B = torch.empty(8, 16), torch.empty(16, 32)
 HOST = torch.device("cpu")
-
-
-def size(value: Any) -> int:
-    return int(value)
 
 
 @pytest.mark.parametrize(
@@ -58,16 +53,16 @@ def size(value: Any) -> int:
     ids=["mm", "addmm", "bmm", "sin", "t", "attention", "convolution"],
 )  # fmt: skip
 def test_floating_point_operations(node: fx.Node, flops: float) -> None:
-    assert flops_of(node, size) == flops
+    assert flops_of(node) == flops
 
 
 def test_the_slower_of_compute_and_traffic_counts() -> None:
     node = call(ATEN.mm.default, A, B)
-    few = roofline_us([node], 0, torch.float32, SPEC, size)
-    many = roofline_us([node], 10**6, torch.float32, SPEC, size)
+    few = roofline_us([node], 0, torch.float32, SPEC)
+    many = roofline_us([node], 10**6, torch.float32, SPEC)
     assert few == pytest.approx(3.0 + 1e6 * 8192 / 1e12)
     assert many == pytest.approx(3.0 + 1000.0)
-    half = roofline_us([node], 0, torch.bfloat16, SPEC, size)
+    half = roofline_us([node], 0, torch.bfloat16, SPEC)
     assert half == pytest.approx(3.0 + 1e6 * 8192 / 4e12)
 
 
@@ -75,7 +70,7 @@ def test_dynamic_sizes_are_counted_at_their_bound() -> None:
     x = batch(6, 8)
     torch._dynamo.mark_dynamic(x, 0, min=2, max=64)
     seen = capture(mlp(), [x])
-    assert flops_of(seen.calls(ATEN.addmm)[0], size_bound) == 2 * 64 * 8 * 8
+    assert flops_of(seen.calls(ATEN.addmm)[0]) == 2 * 64 * 8 * 8
 
 
 @pytest.mark.parametrize(
@@ -111,8 +106,8 @@ def test_convolutions_in_float32_are_computed_in_tf32_where_there_is_such() -> N
     image, weight = torch.empty(8, 64, 32, 32), torch.empty(64, 64, 3, 3)
     node = call(ATEN.convolution.default, image, weight, None, [1, 1], [1, 1], [1, 1], False,
                 [0, 0], 1)  # fmt: skip
-    us = roofline_us([node], 0, torch.float32, spec["A100"], size) - spec["A100"].launch_us
-    assert us == pytest.approx(1e6 * flops_of(node, size) / (0.65 * 156e12))
+    us = roofline_us([node], 0, torch.float32, spec["A100"]) - spec["A100"].launch_us
+    assert us == pytest.approx(1e6 * flops_of(node) / (0.65 * 156e12))
 
 
 def test_device_specs() -> None:

@@ -15,8 +15,6 @@ import pytest
 import torch
 from torch import fx
 
-from fxremat.compat.sizes import size_bound
-from fxremat.compat.tensors import outside_fake_mode
 from fxremat.core.constants import CALL_US
 from fxremat.cost import call_times, number_file, op_timers, timing
 from fxremat.cost.call_times import KIND, CallTimes, call_key
@@ -31,7 +29,14 @@ from fxremat.cost.op_timers import (
     bandwidth_name,
     measured_rates,
 )
-from fxremat.cost.timing import ReferenceMatmul, Timing, alone_on, quickest, reference_of
+from fxremat.cost.timing import (
+    ReferenceMatmul,
+    TimedNumbers,
+    Timing,
+    alone_on,
+    quickest,
+    reference_of,
+)
 from fxremat.disk_cache import write_whole
 from fxremat.runtime.chunks.convolutions import CONVOLUTION, CONVOLUTION_BACKWARD
 from fxremat.runtime.chunks.operator import ROWS
@@ -241,26 +246,24 @@ LOOPS = rates_of(A_LOOP, 1e9, {})
 
 
 def timer(directory: Path, loops: LoopRates = LOOPS) -> Measured:
-    calls = CallTimes(HOST, directory, size_bound, outside_fake_mode)
-    return Measured(calls, loops, ROOFLINE)
+    return Measured(CallTimes(HOST, directory), loops, ROOFLINE)
 
 
 def key_of(node: fx.Node) -> str:
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-    return call_key(node.target, args, kwargs, int)
+    return call_key(node.target, args, kwargs)
 
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the calls that were really run."""
     seen: list[str] = []
-    real = call_times.measure
+    real = TimedNumbers.number
 
-    def spy(target: Any, *others: Any) -> Timing | None:
-        seen.append(str(target))
-        return real(target, *others)
+    def spy(numbers: TimedNumbers, key: str, measure: Callable[[], Any]) -> float | None:
+        return real(numbers, key, lambda: seen.append(key) or measure())  # type: ignore[func-returns-value]
 
-    monkeypatch.setattr(call_times, "measure", spy)
+    monkeypatch.setattr(TimedNumbers, "number", spy)
     return seen
 
 
@@ -329,7 +332,7 @@ def test_matmuls_of_chunks_are_measured_in_their_sizes(tmp_path: Path, runs: lis
     inside = ROOFLINE.inside(node := rows_call(16))
     assert inside.library
     found = time_of((node,), 0)
-    assert len(runs) == len({call_key(one.target, one.args, {}, int) for one in inside.library})
+    assert len(runs) == len({call_key(one.target, one.args, {}) for one in inside.library})
     times = [time_of.calls.of_call(one.target, one.args, {}) for one in inside.library]
     library = sum(one.times * (us or 0.0) for one, us in zip(inside.library, times, strict=True))
     assert library > 0
@@ -393,7 +396,7 @@ def test_what_has_no_room_is_not_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs: list[str]
 ) -> None:
     monkeypatch.setattr(call_times, "_available_memory", lambda: 4 * (A.nbytes + B.nbytes) - 1)
-    monkeypatch.setattr(call_times, "quickest", lambda *given: pytest.fail("it was run"))
+    monkeypatch.setattr(timing, "quickest", lambda *given: pytest.fail("it was run"))
     node = call(ATEN.mm.default, A, B)
     assert timer(tmp_path)((node,), 100) == ROOFLINE((node,), 100)
 
@@ -450,13 +453,13 @@ def test_a_power_costs_what_inductor_computes_for_it(exponent: float, ns: float)
     power.meta["val"] = torch.ones(1000)
     numbers = {"pow": 100.0, "sqrt": 5.0, "div": 7.0, "call_us": 0.0}
     rates = LoopRates({bandwidth_name(TRAFFIC[0]): 1e15, **numbers}.__getitem__)
-    assert rates.us([power], 8, int) == pytest.approx(ns, abs=1e-6)
+    assert rates.us([power], 8) == pytest.approx(ns, abs=1e-6)
 
 
 def test_what_is_asked_for_is_measured_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = measured_rates(HOST, tmp_path, outside_fake_mode)
+    first = measured_rates(HOST, tmp_path)
     exp, neg = first.loop_us([("exp", 10**9)], 0), first.loop_us([("neg", 10**9)], 0)
     moved, call = first.move_us(TRAFFIC[1]), first.call_us
     assert neg == 0.0
@@ -465,8 +468,8 @@ def test_what_is_asked_for_is_measured_once(
     sizes = [bandwidth_name(size) for size in TRAFFIC[:2]]
     assert kept.keys() == {"call_us", "moving_us", "exp", *sizes}
 
-    monkeypatch.setattr(op_timers, "quickest", mock.Mock(side_effect=AssertionError))
-    again = measured_rates(HOST, tmp_path, outside_fake_mode)
+    monkeypatch.setattr(timing, "quickest", mock.Mock(side_effect=AssertionError))
+    again = measured_rates(HOST, tmp_path)
     assert again.loop_us([("exp", 10**9)], 0) == exp
     assert again.move_us(TRAFFIC[1]) == moved
     with pytest.raises(AssertionError):
@@ -490,8 +493,8 @@ def test_functions_can_be_timed(name: str, monkeypatch: pytest.MonkeyPatch, tmp_
         call()
         return Timing(50.0, False)
 
-    monkeypatch.setattr(op_timers, "quickest", once)
-    rates = measured_rates(HOST, tmp_path, outside_fake_mode)
+    monkeypatch.setattr(timing, "quickest", once)
+    rates = measured_rates(HOST, tmp_path)
     assert rates.loop_us([(name, 1)], 0) == 0.0  # no dearer than to move
 
 
@@ -500,8 +503,8 @@ def test_the_rates_of_a_busy_machine_are_not_kept(
 ) -> None:
     """They are better than none: a vendor's figures would be of another kind than measured ones."""
     disturbed = mock.Mock(return_value=Timing(50.0, True))
-    monkeypatch.setattr(op_timers, "quickest", disturbed)
-    rates = measured_rates(HOST, tmp_path, outside_fake_mode)
+    monkeypatch.setattr(timing, "quickest", disturbed)
+    rates = measured_rates(HOST, tmp_path)
     assert rates.call_us == rates.call_us == 50.0
     assert disturbed.call_count == 1
     assert not number_path(tmp_path, HOST, op_timers.KIND).exists()

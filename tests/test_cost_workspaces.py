@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -32,9 +33,11 @@ from tests.single_calls import ATEN, X, call, item
 
 
 HOST = torch.device("cpu")
+BF16, HALF, FULL = torch.bfloat16, torch.float16, torch.float32
 CONV_BACKWARD = ATEN.convolution_backward.default
 IMAGE, GRADIENT, WEIGHT = torch.ones(2, 3, 16, 16), torch.ones(2, 8, 16, 16), torch.ones(8, 3, 3, 3)
 ONES, NONE = [1, 1], [0, 0]
+NEVER = mock.Mock(side_effect=AssertionError("measured a second time"))
 ARGS = (GRADIENT, IMAGE, WEIGHT, [8], ONES, ONES, ONES, False, NONE, 1, [True, True, True])
 
 
@@ -42,10 +45,6 @@ ARGS = (GRADIENT, IMAGE, WEIGHT, [8], ONES, ONES, ONES, False, NONE, 1, [True, T
 def _own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fxremat.cost.workspaces.cache_directory", lambda: str(tmp_path))
     monkeypatch.setattr(workspaces, "_TOLD", set())
-
-
-def never(*_: Any, **__: Any) -> Any:
-    raise AssertionError("measured a second time")
 
 
 def test_a_convolutions_backward_is_measured() -> None:
@@ -74,7 +73,7 @@ def test_what_checks_its_operands_is_not_run(target: Any, args: Any) -> None:
 def test_a_call_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     spaces = Workspaces(HOST)
     first = spaces.of_call(CONV_BACKWARD, ARGS, {})
-    monkeypatch.setattr("fxremat.cost.workspaces.measure_call", never)
+    monkeypatch.setattr(workspaces, "measure_call", NEVER)
     assert spaces.of_call(CONV_BACKWARD, ARGS, {}) == first
     assert Workspaces(HOST).of_call(CONV_BACKWARD, ARGS, {}) == first  # read from disk
     with pytest.raises(AssertionError, match="second time"):
@@ -174,7 +173,7 @@ def test_a_call_without_room_is_estimated_by_a_part_of_its_batch(
     spaces = Workspaces(HOST)
     found = spaces.of_call(CONV_BACKWARD, batch_of(32), {})
     assert 0 < whole <= found == 4 * part
-    monkeypatch.setattr(workspaces, "measure_call", never)
+    monkeypatch.setattr(workspaces, "measure_call", NEVER)
     assert spaces.of_call(CONV_BACKWARD, batch_of(32), {}) == found
     assert Workspaces(HOST).of_call(CONV_BACKWARD, batch_of(32), {}) == found  # read from disk
     (line,) = caplog.messages
@@ -210,7 +209,7 @@ def test_on_a_cpu_a_call_that_would_fill_the_memory_is_not_tried(
 # --- cuda reductions ----------------------------------------------------------------------
 
 
-def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def meta(*shape: int, dtype: torch.dtype = FULL) -> torch.Tensor:
     """Without memory."""
     return torch.empty(shape, dtype=dtype, device="meta")
 
@@ -264,7 +263,6 @@ def test_nothing_of_nothing(shape: tuple[int, ...]) -> None:
 # --- cuda scratch -------------------------------------------------------------------------
 
 
-BF16, HALF, FULL = torch.bfloat16, torch.float16, torch.float32
 ATTENTION = [
     # kernel, batch, heads, heads of keys, length, width, dtype, blocks
     ("flash", 16, 12, 12, 1024, 64, BF16, (786432, 50331648)),
@@ -284,17 +282,12 @@ ATTENTION = [
 ]
 
 
-def tensors_of(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
-    """A tensor without memory."""
-    return torch.empty(shape, dtype=dtype, device="meta")
-
-
 @pytest.mark.parametrize("case", ATTENTION, ids=lambda case: "-".join(map(str, case[:6])))
 def test_backward_of_attention(case: Any) -> None:
     kernel, batch, heads, key_heads, length, width, dtype, blocks = case
-    target = getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_attention_backward").default
-    query = tensors_of(batch, heads, length, width, dtype=dtype)
-    key = tensors_of(batch, key_heads, length, width, dtype=dtype)
+    target = getattr(ATEN, f"_scaled_dot_product_{kernel}_attention_backward").default
+    query = meta(batch, heads, length, width, dtype=dtype)
+    key = meta(batch, key_heads, length, width, dtype=dtype)
     args = (query, query, key, key)
     assert CudaScratch().blocks_of_call(target, args, {}) == blocks
     assert CudaScratch().of_call(target, args, {}) == sum(blocks)
@@ -302,8 +295,8 @@ def test_backward_of_attention(case: Any) -> None:
 
 def test_counters_of_efficient_attention() -> None:
     """Of other widths a tile has one counter, not two: 0.02 % too much are said."""
-    target = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default
-    said = CudaScratch().blocks_of_call(target, (tensors_of(2, 8, 1000, 80),) * 4, {})
+    target = ATEN._scaled_dot_product_efficient_attention_backward.default
+    said = CudaScratch().blocks_of_call(target, (meta(2, 8, 1000, 80, dtype=BF16),) * 4, {})
     assert said == (64000, 8390656 + 16 * 16 * 8)
 
 
@@ -312,20 +305,18 @@ def test_counters_of_efficient_attention() -> None:
     [(16384, 768, 131072, 270847), (4096, 1024, 32768, 71167)],
 )
 def test_adding_by_an_index(count: int, width: int, of_indices: int, of_cub: int) -> None:
-    table, index = tensors_of(50304, width), tensors_of(count, dtype=torch.int64)
-    args = (table, [index], tensors_of(count, width), True)
-    *sorting, more = CudaScratch().blocks_of_call(torch.ops.aten.index_put_.default, args, {})
+    table, index = meta(50304, width), meta(count, dtype=torch.int64)
+    args = (table, [index], meta(count, width), True)
+    *sorting, more = CudaScratch().blocks_of_call(ATEN.index_put_.default, args, {})
     assert sorting == [of_indices] * 4
     assert round_up(more, MIN_BLOCK_BYTES) == round_up(of_cub, MIN_BLOCK_BYTES)
 
 
 def test_norms_of_many_tensors_are_added_up_from_pieces() -> None:
-    tensors = [tensors_of(65536 * 2 + 1), tensors_of(5)]
-    norm = torch.ops.aten._foreach_norm.Scalar
+    tensors = [meta(65536 * 2 + 1), meta(5)]
+    norm = ATEN._foreach_norm.Scalar
     assert CudaScratch().blocks_of_call(norm, (tensors,), {}) == (2 * 3 * 4,)
 
 
 def test_products_take_none() -> None:
-    assert (
-        CudaScratch().blocks_of_call(torch.ops.aten.mm.default, (tensors_of(4, 4),) * 2, {}) == ()
-    )
+    assert CudaScratch().blocks_of_call(ATEN.mm.default, (meta(4, 4),) * 2, {}) == ()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,10 +10,7 @@ import torch
 from torch import fx
 
 from fxremat.compat.configuration import cache_directory
-from fxremat.compat.inductor.kernels import wait_for_vectors
 from fxremat.compat.inductor.post_grad import prefers_channels_last
-from fxremat.compat.sizes import size_bound
-from fxremat.compat.tensors import outside_fake_mode
 from fxremat.compile.request import Request
 from fxremat.core.problem import Problem
 from fxremat.core.variants import run_once
@@ -56,17 +52,7 @@ def op_timer(
     if request.device.op_times != "measured" or spec is not None:
         return roofline
     directory = Path(cache_directory()) / "fxremat"
-    calls = CallTimes(device, directory, size_bound, _undisturbed)
-    loops = measured_rates(device, directory, _undisturbed)
-    return Measured(calls, loops, roofline)
-
-
-@contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Inside, tensors are real, and we compile nothing that could take a core."""
-    wait_for_vectors()
-    with outside_fake_mode():
-        yield
+    return Measured(CallTimes(device, directory), measured_rates(device, directory), roofline)
 
 
 def with_between(problem: Problem, nbytes: int) -> Problem:

@@ -1,19 +1,15 @@
 """Times of library calls, found by running each distinct call: matmuls, convolutions, attention.
 
-A call is measured if its floating-point operations can be counted. What cannot be run is not
-timed: higher-order operators, sizes nobody knows, calls that raise or for which there is no room.
-On CUDA a call that has no room raises an error. Linux kills a process for memory that it has
-promised and does not have, so on a CPU what a call holds is estimated first. Times are kept on disk
-(`fxremat.cost.number_file`), but for those of calls that were disturbed each time.
+What cannot be run is not timed: higher-order operators, sizes nobody knows, calls that raise or for
+which there is no room. On CUDA a call that has no room raises an error. Linux kills a process for
+memory that it has promised and does not have, so on a CPU what a call holds is estimated first.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass, field
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +18,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from fxremat.compat.sizes import size_bound
-from fxremat.cost.number_file import NumberFile, number_path
-from fxremat.cost.roofline import SizeOf, flops_of_call
-from fxremat.cost.timing import ReferenceMatmul, Timing, quickest, reference_of
+from fxremat.cost.timing import TimedNumbers
 from fxremat.runtime.chunks import convolutions
 from fxremat.sizes import KIB
 
@@ -32,34 +26,34 @@ KIND = "call_times"
 """Of numbers on disk: microseconds of calls."""
 
 
-def described(value: Any, size: SizeOf) -> Any:
-    """An argument as plain data: what the time of a call may depend on."""
+def _described(value: Any) -> Any:
+    """An argument as plain data."""
     if isinstance(value, torch.Tensor):
-        shape, stride = [size(s) for s in value.shape], [size(s) for s in value.stride()]
-        return [str(value.dtype), shape, stride]
+        return [str(value.dtype), *_layout(value)]
     if isinstance(value, (list, tuple)):
-        return [described(v, size) for v in value]
-    if isinstance(value, torch.SymInt):
-        return size(value)
-    return repr(value)
+        return [_described(v) for v in value]
+    return size_bound(value) if isinstance(value, torch.SymInt) else repr(value)
 
 
-def call_key(target: Any, args: Any, kwargs: Any, size: SizeOf) -> str:
+def _layout(tensor: torch.Tensor) -> tuple[list[int], list[int]]:
+    """Sizes and strides as numbers."""
+    return [size_bound(n) for n in tensor.shape], [size_bound(n) for n in tensor.stride()]
+
+
+def call_key(target: Any, args: Any, kwargs: Any) -> str:
     """Names a call by all that its time, or its scratch memory, may depend on."""
-    named = {k: described(v, size) for k, v in sorted(kwargs.items())}
-    return json.dumps([str(target), described(args, size), named])
+    named = {k: _described(v) for k, v in sorted(kwargs.items())}
+    return json.dumps([str(target), _described(args), named])
 
 
-def made_real(
-    value: Any, size: SizeOf, device: torch.device, batch: tuple[int, int] | None = None
-) -> Any:
+def made_real(value: Any, device: torch.device, batch: tuple[int, int] | None = None) -> Any:
     """An argument to run with: numbers in [0, 1), True, and integers zero, so that indices are in
     range. What else an op may refuse on CUDA is refused for good: nothing runs there any more.
 
     With a ``batch``, tensors whose first size is its first number get its second one instead.
     """
     if isinstance(value, torch.Tensor):
-        shape, stride = [size(s) for s in value.shape], [size(s) for s in value.stride()]
+        shape, stride = _layout(value)
         if batch is not None and shape and shape[0] == batch[0]:
             shape[0] = batch[1]
         on = device if value.device.type == device.type else value.device
@@ -68,70 +62,34 @@ def made_real(
             return tensor.fill_(True)
         return tensor.uniform_() if value.dtype.is_floating_point else tensor.zero_()
     if isinstance(value, (list, tuple)):
-        return type(value)(made_real(v, size, device, batch) for v in value)
-    return size(value) if isinstance(value, torch.SymInt) else value
+        return type(value)(made_real(v, device, batch) for v in value)
+    return size_bound(value) if isinstance(value, torch.SymInt) else value
 
 
-@dataclass(frozen=True)
 class CallTimes:
-    """Answers how long a library call takes on the device, in microseconds.
+    """Answers how long a library call takes on the device; times are kept below ``directory``."""
 
-    ``size`` gives a symbolic size as a number; ``outside_fake_mode`` is a context in which tensors
-    are real. Times are kept below ``directory``.
-    """
-
-    device: torch.device
-    directory: Path
-    size: SizeOf
-    outside_fake_mode: Callable[[], AbstractContextManager[Any]]
-    file: NumberFile = field(init=False)
-    reference: ReferenceMatmul | None = field(init=False)
-    unsure: dict[str, float | None] = field(default_factory=dict)
-    """What is not kept: None for what has no room, and what was disturbed each time."""
-
-    def __post_init__(self) -> None:
-        path = number_path(self.directory, self.device, KIND)
-        object.__setattr__(self, "file", NumberFile(path))
-        object.__setattr__(self, "reference", reference_of(self.device, self.directory))
-
-    def is_counted(self, target: Any, args: Any, kwargs: Any, result: Any) -> bool:
-        """Whether the floating-point operations of a call are counted; ``result`` is its own."""
-        return flops_of_call(target, args, kwargs, result, self.size) > 0
+    def __init__(self, device: torch.device, directory: Path) -> None:
+        self.numbers = TimedNumbers(device, directory, KIND)
 
     def of_call(self, target: Any, args: Any, kwargs: Any) -> float | None:
-        """The time of a call, whose tensors may be fake.
+        """Microseconds of a call on random data of its shapes; its tensors may be fake.
 
         None where it cannot be run, or has no room.
         """
+
+        def measure() -> tuple[float | None, bool]:
+            device = self.numbers.device
+            if not has_room(device, (args, kwargs)):
+                return None, False
+            real = made_real(args, device)
+            named = {k: made_real(v, device) for k, v in kwargs.items()}
+            return self.numbers.us(lambda: target(*real, **named))
+
         try:
-            key = call_key(target, args, kwargs, self.size)
-            if key not in self.file.numbers and key not in self.unsure:
-                with self.outside_fake_mode():
-                    timing = measure(target, args, kwargs, self.size, self.device, self.reference)
-                if timing is None or timing.disturbed:
-                    self.unsure[key] = None if timing is None else timing.us
-                else:
-                    self.file.add(key, timing.us)
+            return self.numbers.number(call_key(target, args, kwargs), measure)
         except (RuntimeError, TypeError, ValueError, KeyError, NotImplementedError):
             return None
-        return self.file.numbers.get(key, self.unsure.get(key))
-
-
-def measure(
-    target: Any,
-    args: Any,
-    kwargs: Any,
-    size: SizeOf,
-    device: torch.device,
-    reference: ReferenceMatmul | None = None,
-) -> Timing | None:
-    """Run a call on random data of its shapes: its `quickest` run. None where it has no room."""
-    if not has_room(device, (args, kwargs)):
-        return None
-    real = made_real(args, size, device)
-    named = {k: made_real(v, size, device) for k, v in kwargs.items()}
-    with torch.no_grad():
-        return quickest(lambda: target(*real, **named), device, reference)
 
 
 def has_room(device: torch.device, arguments: Any, batch: tuple[int, int] | None = None) -> bool:

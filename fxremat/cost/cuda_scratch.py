@@ -28,7 +28,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
 from math import prod
 from typing import Any
 
@@ -38,6 +37,7 @@ from torch import fx
 from fxremat.compat.sizes import size_bound
 from fxremat.compat.tensors import outside_fake_mode
 from fxremat.core.constants import GPU_PIECE_ELEMENTS
+from fxremat.memory.allocator_settings import round_up
 from fxremat.runtime import kernels, quantised
 
 _ATEN = torch.ops.aten
@@ -80,45 +80,6 @@ def _power_of_two(size: int) -> int:
     return 1 << (max(size, 1).bit_length() - 1)
 
 
-@dataclass
-class _Division:
-    """How threads share ``inputs`` of each of ``results``; a block has ``width x height``."""
-
-    inputs: int
-    results: int
-    wide: int
-    width: int
-    height: int
-    step_inputs: int = 1
-    step_results: int = 1
-
-    @property
-    def values(self) -> int:
-        """How many values one thread adds up."""
-        return _ceildiv(self.inputs, self.step_inputs)
-
-    @property
-    def groups(self) -> int:
-        """How many groups of blocks there are that share no result."""
-        return _ceildiv(self.results // self.wide, self.step_results)
-
-
-def _divided(inputs: int, results: int, *, along: bool, contiguous: bool) -> _Division:
-    """A block's shape; ``along`` the fastest dimension is what is reduced."""
-    first, second = (inputs, results) if along else (results, inputs)
-    wide = 1
-    if contiguous and along and first >= FEWEST_WIDE:
-        first //= WIDEST
-    elif contiguous and not along:
-        wide = next(n for n in (4, 2, 1) if results % n == 0)
-        first //= wide
-    most = MOST_THREADS // wide
-    one, two = (min(_power_of_two(size), most) for size in (first, second))
-    width = min(one, WARP)
-    height = min(two, most // width)
-    return _Division(inputs, results, wide, min(one, most // height), height)
-
-
 def scratch_of_reduction(
     inputs: int,
     results: int,
@@ -131,26 +92,35 @@ def scratch_of_reduction(
     """Bytes of partial results and of counters; nothing where each result has one block.
 
     ``inputs`` are the elements of one result, ``itemsize`` is of what they are added up in.
+    ``along`` the fastest dimension is what is reduced.
     """
     if not inputs or not results:
         return ()
-    one = _divided(inputs, results, along=along, contiguous=contiguous)
-    if along:
-        one.step_inputs *= one.width
-    else:
-        one.step_results *= one.width
-    if one.values < min(one.height * FEWEST_VALUES, MOST_VALUES):
+    first, second = (inputs, results) if along else (results, inputs)
+    wide = 1
+    if contiguous and along and first >= FEWEST_WIDE:
+        first //= WIDEST
+    elif contiguous and not along:
+        wide = next(n for n in (4, 2, 1) if results % n == 0)
+        first //= wide
+    most = MOST_THREADS // wide
+    one, two = (min(_power_of_two(size), most) for size in (first, second))
+    height = min(two, most // min(one, WARP))
+    width = min(one, most // height)
+    by_inputs, by_results = (width, 1) if along else (1, width)
+    if _ceildiv(inputs, by_inputs) < min(height * FEWEST_VALUES, MOST_VALUES):
         return ()
-    one.step_inputs *= one.height
-    at_once = card.count * (card.threads // (one.width * one.height))
-    if one.values < MOST_VALUES or one.groups > at_once:
+    values = _ceildiv(inputs, by_inputs * height)  # that one thread adds up
+    groups = _ceildiv(results // wide, by_results)  # of blocks, which share no result
+    at_once = card.count * (card.threads // (width * height))
+    if values < MOST_VALUES or groups > at_once:
         return ()
-    fewest = _ceildiv(one.values, MOST_VALUES)
-    shared = max(min(_ceildiv(at_once, one.groups), _ceildiv(one.values, FEWEST_VALUES)), fewest)
+    fewest = _ceildiv(values, MOST_VALUES)
+    shared = max(min(_ceildiv(at_once, groups), _ceildiv(values, FEWEST_VALUES)), fewest)
     if shared == 1:
         return ()
-    partial = itemsize * results * shared * (1 if along else one.width * one.wide)
-    return partial, _COUNTER * one.groups
+    partial = itemsize * results * shared * (1 if along else width * wide)
+    return partial, _COUNTER * groups
 
 
 def blocks_of_reduction(
@@ -190,11 +160,6 @@ def cublas_workspace(capability: tuple[int, int]) -> int:
     return 32 * 2**20 if capability >= (9, 0) else 4096 * 1024 * 2 + 16 * 8 * 1024
 
 
-@cache
-def _up(size: int, multiple: int) -> int:
-    return _ceildiv(size, multiple) * multiple
-
-
 def _expanded(query: Any, key: Any) -> Blocks:
     """Gradients of keys and values for each head, where heads share them."""
     batch, heads, _, width = map(size_bound, query.shape)
@@ -205,8 +170,8 @@ def _expanded(query: Any, key: Any) -> Blocks:
 
 def _flash_backward(gradient: Any, query: Any, key: Any, *_: Any, **__: Any) -> Blocks:
     batch, heads, rows, width = map(size_bound, query.shape)
-    long_rows = batch * heads * _up(rows, 128)
-    return (long_rows * _FLOAT, long_rows * _up(width, 32) * _FLOAT, *_expanded(query, key))
+    long_rows = batch * heads * round_up(rows, 128)
+    return (long_rows * _FLOAT, long_rows * round_up(width, 32) * _FLOAT, *_expanded(query, key))
 
 
 def _cudnn_backward(gradient: Any, query: Any, key: Any, *_: Any, **__: Any) -> Blocks:
@@ -222,8 +187,8 @@ def _cudnn_forward(*_: Any, **__: Any) -> Blocks:
 def _efficient_backward(gradient: Any, query: Any, *_: Any, **__: Any) -> Blocks:
     batch, heads, rows, width = map(size_bound, query.shape)
     sums = batch * heads * rows * _FLOAT
-    tile = 64 * _up(width, 64) * _FLOAT + 2 * _INDEX
-    adding = (sums, batch * heads * -(-rows // 64) * tile)
+    tile = 64 * round_up(width, 64) * _FLOAT + 2 * _INDEX
+    adding = (sums, batch * heads * _ceildiv(rows, 64) * tile)
     multiplying = (batch * heads * rows * width * _FLOAT, sums, sums)
     is_wide = query.dtype.itemsize == _FLOAT
     return max(adding, multiplying, key=sum) if is_wide else adding

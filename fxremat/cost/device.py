@@ -51,51 +51,128 @@ class DeviceSpec:
         return self.reached * peak
 
 
-def _gpu(
-    name: str,
-    fp32: float,
-    in_16bit: float,
-    bytes_per_s: float,
-    launch_us: float,
-    host_bytes_per_s: float,
-    link_bytes_per_s: float | None = None,
-    *,
-    tf32: bool = True,
-) -> DeviceSpec:
-    """Without NVLink, ranks are linked by the bus to the host."""
-    return DeviceSpec(
-        name,
-        fp32,
-        in_16bit,
-        bytes_per_s,
-        launch_us,
-        host_bytes_per_s,
-        host_bytes_per_s if link_bytes_per_s is None else link_bytes_per_s,
-        reached=PEAK_REACHED,
-        tf32=tf32,
-    )
-
-
 CPU = DeviceSpec("cpu", 120e9, 120e9, 30e9, 2.0, 4e9, 1e9, 500.0)
-GPUS = (
-    _gpu("B200", 75e12, 2250e12, 8.0e12, 4.0, 55e9, 900e9),
-    _gpu("H200", 67e12, 990e12, 4.8e12, 4.0, 55e9, 450e9),
-    _gpu("H100", 67e12, 990e12, 3.35e12, 4.0, 55e9, 450e9),
-    _gpu("A100-40GB", 19.5e12, 312e12, 1.55e12, 4.0, 25e9, 300e9),
-    _gpu("A100", 19.5e12, 312e12, 2.0e12, 4.0, 25e9, 300e9),
-    _gpu("L40S", 91.6e12, 362e12, 0.864e12, 4.0, 25e9),
-    _gpu("A10", 31e12, 125e12, 0.6e12, 4.0, 25e9),
-    _gpu("L4", 30e12, 121e12, 0.3e12, 4.0, 25e9),
-    _gpu("V100", 15.7e12, 125e12, 0.9e12, 4.0, 12e9, 150e9, tf32=False),
-    _gpu("T4", 8.1e12, 65e12, 0.32e12, 4.0, 12e9, tf32=False),
-    _gpu("A6000", 38.7e12, 155e12, 0.768e12, 4.0, 25e9),
-    _gpu("5090", 105e12, 210e12, 1.79e12, 4.0, 55e9),
-    _gpu("4090", 83e12, 165e12, 1.0e12, 4.0, 25e9),
-    _gpu("3090", 36e12, 71e12, 0.94e12, 4.0, 25e9),
+OTHER_GPU = DeviceSpec(
+    "gpu", 20e12, 160e12, 1.0e12, 4.0, 12e9, 12e9, reached=PEAK_REACHED, tf32=True
 )
-"""By name; what is more special comes first. Links are NVLink where the card has it: one direction,
-as its data sheet says."""
-OTHER_GPU = _gpu("gpu", 20e12, 160e12, 1.0e12, 4.0, 12e9)
+
+
+CONTEXT_BYTES = 600 * MIB
+"""What a CUDA context and the kernels of torch's libraries are taken to hold of a card that is not
+here; torch counts it nowhere."""
+BLOCK_SHARED_BYTES = 49152
+"""Of shared memory, what a CUDA block has without asking for more, on all of them."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one multiprocessor of a compute capability has; shared memory in bytes.
+
+    ``block_shared`` is the most that one block may ask for.
+    """
+
+    threads: int
+    shared: int
+    block_shared: int
+
+
+LIMITS: Mapping[tuple[int, int], Limits] = {
+    (7, 0): Limits(2048, 98304, 98304),
+    (7, 5): Limits(1024, 65536, 65536),
+    (8, 0): Limits(2048, 167936, 166912),
+    (8, 6): Limits(1536, 102400, 101376),
+    (8, 9): Limits(1536, 102400, 101376),
+    (9, 0): Limits(2048, 233472, 232448),
+    (10, 0): Limits(2048, 233472, 232448),
+    (12, 0): Limits(1536, 102400, 101376),
+}
+"""What a multiprocessor has, by compute capability."""
+
+
+@dataclass(frozen=True)
+class Card:
+    """One GPU. ``full_name`` is what CUDA calls it, ``spec`` are the rates that its vendor says.
+
+    Multiprocessors, capabilities, cache and memory are as the vendor's data sheets and
+    ``deviceQuery`` give them; limits of a multiprocessor are those of its compute capability (CUDA
+    programming guide, "Technical specifications per compute capability"). The memory is the least
+    that drivers of the last years leave to a process, as torch's out-of-memory errors name it ("has
+    a total capacity of").
+    """
+
+    name: str
+    full_name: str
+    capability: tuple[int, int]
+    multiprocessors: int
+    total_bytes: int
+    l2_cache: int
+    spec: DeviceSpec
+
+    @property
+    def limits(self) -> Limits:
+        """What each of its multiprocessors has."""
+        return LIMITS[self.capability]
+
+    @property
+    def usable(self) -> int:
+        """What torch may reserve: all but the CUDA context."""
+        return self.total_bytes - CONTEXT_BYTES
+
+    def properties(self) -> Properties:
+        """What torch would say of it."""
+        limits = self.limits
+        return Properties(
+            name=self.full_name,
+            major=self.capability[0],
+            minor=self.capability[1],
+            total_memory=self.total_bytes,
+            multi_processor_count=self.multiprocessors,
+            max_threads_per_multi_processor=limits.threads,
+            max_threads_per_block=1024,  # on all of them
+            regs_per_multiprocessor=65536,  # too
+            shared_memory_per_block=BLOCK_SHARED_BYTES,
+            shared_memory_per_block_optin=limits.block_shared,
+            shared_memory_per_multiprocessor=limits.shared,
+            L2_cache_size=self.l2_cache,
+        )
+
+
+def _card(
+    name: str, full_name: str, capability: tuple[int, int], multiprocessors: int, gib: float,
+    l2_mib: int, fp32: float, in_16bit: float, memory: float, host: int, link: int = 0,
+) -> Card:  # fmt: skip
+    """Rates are in 10^12 operations and bytes per second, but in 10^9 bytes to the host and others.
+
+    Without NVLink, ranks are linked by the bus to the host.
+    """
+    fp32, in_16bit, memory = (float(round(1e12 * rate)) for rate in (fp32, in_16bit, memory))
+    spec = DeviceSpec(
+        name, fp32, in_16bit, memory, OTHER_GPU.launch_us, 1e9 * host, 1e9 * (link or host),
+        reached=PEAK_REACHED, tf32=capability >= (8, 0),
+    )  # fmt: skip
+    total = int(gib * 1024) * MIB
+    return Card(name, full_name, capability, multiprocessors, total, l2_mib * MIB, spec)
+
+
+CARDS = (
+    _card("B200", "NVIDIA B200", (10, 0), 148, 178.35, 126, 75, 2250, 8.0, 55, 900),
+    _card("H200", "NVIDIA H200", (9, 0), 132, 139.80, 60, 67, 990, 4.8, 55, 450),
+    _card("H100", "NVIDIA H100 80GB HBM3", (9, 0), 132, 79.10, 50, 67, 990, 3.35, 55, 450),
+    _card("A100-40GB", "NVIDIA A100-SXM4-40GB", (8, 0), 108, 39.39, 40, 19.5, 312, 1.55, 25, 300),
+    _card("A100", "NVIDIA A100-SXM4-80GB", (8, 0), 108, 79.15, 40, 19.5, 312, 2.0, 25, 300),
+    _card("L40S", "NVIDIA L40S", (8, 9), 142, 44.39, 96, 91.6, 362, 0.864, 25),
+    _card("A10", "NVIDIA A10", (8, 6), 72, 21.98, 6, 31, 125, 0.6, 25),
+    _card("L4", "NVIDIA L4", (8, 9), 58, 21.95, 48, 30, 121, 0.3, 25),
+    _card("V100", "Tesla V100-SXM2-32GB", (7, 0), 80, 31.73, 6, 15.7, 125, 0.9, 12, 150),
+    _card("T4", "Tesla T4", (7, 5), 40, 14.56, 4, 8.1, 65, 0.32, 12),
+    _card("A6000", "NVIDIA RTX A6000", (8, 6), 84, 47.53, 6, 38.7, 155, 0.768, 25),
+    _card("5090", "NVIDIA GeForce RTX 5090", (12, 0), 170, 31.36, 96, 105, 210, 1.79, 55),
+    _card("4090", "NVIDIA GeForce RTX 4090", (8, 9), 128, 23.49, 72, 83, 165, 1.0, 25),
+    _card("3090", "NVIDIA GeForce RTX 3090", (8, 6), 82, 23.67, 6, 36, 71, 0.94, 25),
+)
+"""What is more special comes first. Links are NVLink where the card has it: one direction, as its
+data sheet says."""
+GPUS = tuple(card.spec for card in CARDS)
 
 
 def device_spec(device: torch.device) -> DeviceSpec:
@@ -122,115 +199,6 @@ def spec_named(name: str) -> DeviceSpec:
     if name not in specs:
         raise KeyError(f"unknown device {name!r}; there are {', '.join(specs)}")
     return specs[name]
-
-
-CONTEXT_BYTES = 600 * MIB
-"""What a CUDA context and the kernels of torch's libraries are taken to hold of a card that is not
-here; torch counts it nowhere."""
-BLOCK_SHARED_BYTES = 49152
-"""Of shared memory, what a CUDA block has without asking for more, on all of them."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What one multiprocessor of a compute capability has; shared memory in bytes.
-
-    ``block_shared`` is the most that one block may ask for.
-    """
-
-    threads: int
-    shared: int
-    block_shared: int
-    registers: int = 65536
-    block_threads: int = 1024
-
-
-LIMITS: Mapping[tuple[int, int], Limits] = {
-    (7, 0): Limits(2048, 98304, 98304),
-    (7, 5): Limits(1024, 65536, 65536),
-    (8, 0): Limits(2048, 167936, 166912),
-    (8, 6): Limits(1536, 102400, 101376),
-    (8, 9): Limits(1536, 102400, 101376),
-    (9, 0): Limits(2048, 233472, 232448),
-    (10, 0): Limits(2048, 233472, 232448),
-    (12, 0): Limits(1536, 102400, 101376),
-}
-"""What a multiprocessor has, by compute capability."""
-
-
-@dataclass(frozen=True)
-class Card:
-    """One GPU. ``full_name`` is what CUDA calls it, ``spec`` what it can do at best.
-
-    Multiprocessors, capabilities, cache and memory are as the vendor's data sheets and
-    ``deviceQuery`` give them; limits of a multiprocessor are those of its compute capability (CUDA
-    programming guide, "Technical specifications per compute capability"). The memory is the least
-    that drivers of the last years leave to a process, as torch's out-of-memory errors name it ("has
-    a total capacity of").
-    """
-
-    name: str
-    full_name: str
-    capability: tuple[int, int]
-    multiprocessors: int
-    total_bytes: int
-    l2_cache: int
-
-    @property
-    def limits(self) -> Limits:
-        """What each of its multiprocessors has."""
-        return LIMITS[self.capability]
-
-    @property
-    def spec(self) -> DeviceSpec:
-        """The rates of the card, as its vendor publishes them."""
-        return spec_named(self.name)
-
-    @property
-    def usable(self) -> int:
-        """What torch may reserve: all but the CUDA context."""
-        return self.total_bytes - CONTEXT_BYTES
-
-    def properties(self) -> Properties:
-        """What torch would say of it."""
-        limits = self.limits
-        return Properties(
-            name=self.full_name,
-            major=self.capability[0],
-            minor=self.capability[1],
-            total_memory=self.total_bytes,
-            multi_processor_count=self.multiprocessors,
-            max_threads_per_multi_processor=limits.threads,
-            max_threads_per_block=limits.block_threads,
-            regs_per_multiprocessor=limits.registers,
-            shared_memory_per_block=BLOCK_SHARED_BYTES,
-            shared_memory_per_block_optin=limits.block_shared,
-            shared_memory_per_multiprocessor=limits.shared,
-            L2_cache_size=self.l2_cache,
-        )
-
-
-def _gib(value: float) -> int:
-    """GiB in bytes, rounded down to whole MiB."""
-    return int(value * 1024) * MIB
-
-
-CARDS = (
-    Card("B200", "NVIDIA B200", (10, 0), 148, _gib(178.35), 126 * MIB),
-    Card("H200", "NVIDIA H200", (9, 0), 132, _gib(139.80), 60 * MIB),
-    Card("H100", "NVIDIA H100 80GB HBM3", (9, 0), 132, _gib(79.10), 50 * MIB),
-    Card("A100-40GB", "NVIDIA A100-SXM4-40GB", (8, 0), 108, _gib(39.39), 40 * MIB),
-    Card("A100", "NVIDIA A100-SXM4-80GB", (8, 0), 108, _gib(79.15), 40 * MIB),
-    Card("L40S", "NVIDIA L40S", (8, 9), 142, _gib(44.39), 96 * MIB),
-    Card("A10", "NVIDIA A10", (8, 6), 72, _gib(21.98), 6 * MIB),
-    Card("L4", "NVIDIA L4", (8, 9), 58, _gib(21.95), 48 * MIB),
-    Card("V100", "Tesla V100-SXM2-32GB", (7, 0), 80, _gib(31.73), 6 * MIB),
-    Card("T4", "Tesla T4", (7, 5), 40, _gib(14.56), 4 * MIB),
-    Card("A6000", "NVIDIA RTX A6000", (8, 6), 84, _gib(47.53), 6 * MIB),
-    Card("5090", "NVIDIA GeForce RTX 5090", (12, 0), 170, _gib(31.36), 96 * MIB),
-    Card("4090", "NVIDIA GeForce RTX 4090", (8, 9), 128, _gib(23.49), 72 * MIB),
-    Card("3090", "NVIDIA GeForce RTX 3090", (8, 6), 82, _gib(23.67), 6 * MIB),
-)
 
 
 def card_named(name: str) -> Card:

@@ -9,8 +9,7 @@ from __future__ import annotations
 import operator
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +22,8 @@ from fxremat.compat.sizes import size_bound
 from fxremat.core.constants import CALL_US, TILE_BYTES
 from fxremat.cost.call_times import CallTimes, operands
 from fxremat.cost.device import DeviceSpec
-from fxremat.cost.number_file import NumberFile, number_path
-from fxremat.cost.roofline import SizeOf, roofline_us, sent_by
-from fxremat.cost.timing import ReferenceMatmul, quickest, reference_of
+from fxremat.cost.roofline import flops_of, roofline_us, sent_by
+from fxremat.cost.timing import TimedNumbers
 from fxremat.passes.joint_graph import is_tensor
 from fxremat.runtime import kernels
 from fxremat.runtime.kernels import Inside
@@ -90,12 +88,12 @@ class LoopRates:
         place = bisect_right(TRAFFIC, nbytes)
         return 1e6 * nbytes / self.number_of(bandwidth_name(TRAFFIC[max(0, place - 1)]))
 
-    def us(self, nodes: Iterable[fx.Node], nbytes: int, size: SizeOf) -> float:
+    def us(self, nodes: Iterable[fx.Node], nbytes: int) -> float:
         """Microseconds of one loop that computes ``nodes`` and moves ``nbytes``."""
-        functions = ((_name(node), node.meta.get("val")) for node in nodes)
-        return self.call_us + self.loop_us(
-            ((n, size(v.numel())) for n, v in functions if isinstance(v, torch.Tensor)), nbytes
-        )
+        named = ((_name(node), node.meta.get("val")) for node in nodes)
+        tensors = ((name, value) for name, value in named if isinstance(value, torch.Tensor))
+        functions = ((name, size_bound(tensor.numel())) for name, tensor in tensors)
+        return self.call_us + self.loop_us(functions, nbytes)
 
     def loop_us(self, functions: Iterable[tuple[str, int]], nbytes: int) -> float:
         """Microseconds to compute functions of so many elements, and to move ``nbytes``."""
@@ -126,75 +124,43 @@ def _name(node: fx.Node) -> str:
 
 @dataclass(frozen=True)
 class MeasuredNumbers:
-    """The numbers of a device by their names, measured where they are not on disk.
+    """The numbers of a device by their names, timed where they are not known yet."""
 
-    Where other programs disturb each run of a loop, they are not kept there. ``outside_fake_mode``
-    is a context in which tensors are real.
-    """
-
-    device: torch.device
-    file: NumberFile
-    reference: ReferenceMatmul | None
-    outside_fake_mode: Callable[[], AbstractContextManager[Any]]
-    unsure: dict[str, float] = field(default_factory=dict)
+    numbers: TimedNumbers
 
     def __call__(self, name: str) -> float:
         """The number of `LoopRates` that has this name."""
-        known = self.file.numbers.get(name, self.unsure.get(name))
-        if known is not None:
-            return known
-        if name == _CALL:
-            found, disturbed = self._call_us()
-        elif name.startswith(_BANDWIDTH):
-            found, disturbed = self._bytes_per_s(int(name.removeprefix(_BANDWIDTH)))
-        elif name == _MOVING:
-            found, disturbed = self._function_us(torch.neg)
-        else:
-            us, disturbed = self._function_us(FUNCTIONS[name])
-            found = 1e3 * max(0.0, us - self(_MOVING)) / ELEMENTS
-        if disturbed:
-            self.unsure[name] = found
-        else:
-            self.file.add(name, found)
+        found = self.numbers.number(name, lambda: self._measured(name))
+        assert found is not None
         return found
 
-    def _us(self, call: Callable[[], object]) -> tuple[float, bool]:
-        timing = quickest(call, self.device, self.reference)
-        return timing.us, timing.disturbed
+    def _measured(self, name: str) -> tuple[float, bool]:
+        """The number, and whether it was disturbed."""
+        if name == _CALL:
+            return self._us(1, 2, lambda given, out: torch.add(given, given, out=out))
+        if name == _MOVING:
+            return self._us(ELEMENTS, 2, torch.neg)
+        if name in FUNCTIONS:
+            us, disturbed = self._us(ELEMENTS, 2, FUNCTIONS[name])
+            return 1e3 * max(0.0, us - self(_MOVING)) / ELEMENTS, disturbed
+        nbytes = int(name.removeprefix(_BANDWIDTH))
+        us, disturbed = self._us(nbytes // 12, 3, torch.add)
+        return 1e6 * nbytes / max(us - self(_CALL), 1e-3), disturbed
 
-    def _call_us(self) -> tuple[float, bool]:
-        with self.outside_fake_mode(), torch.no_grad():
-            one, two = self._full(1, 1.0), self._full(1, 1.0)
-            return self._us(lambda: torch.add(one, one, out=two))
+    def _us(self, elements: int, count: int, function: Callable[..., Any]) -> tuple[float, bool]:
+        """Microseconds of a function of so many tensors, the last of which it writes.
 
-    def _full(self, count: int, number: float) -> torch.Tensor:
-        """Of 4 bytes each, whatever the default is."""
-        return torch.full((count,), number, dtype=torch.float32, device=self.device)
-
-    def _bytes_per_s(self, nbytes: int) -> tuple[float, bool]:
-        call_us = self(_CALL)
-        with self.outside_fake_mode(), torch.no_grad():
-            a, b, c = (self._full(nbytes // 12, 1.0) for _ in range(3))
-            us, disturbed = self._us(lambda: torch.add(a, b, out=c))
-        return 1e6 * nbytes / max(us - call_us, 1e-3), disturbed
-
-    def _function_us(self, function: Callable[..., Any]) -> tuple[float, bool]:
-        with self.outside_fake_mode(), torch.no_grad():
-            given = self._full(ELEMENTS, 0.5)
-            made = torch.empty_like(given)
-            return self._us(lambda: function(given, out=made))
+        Their elements have 4 bytes, whatever the default is.
+        """
+        how: Any = {"dtype": torch.float32, "device": self.numbers.device}
+        *given, out = (torch.full((elements,), 0.5, **how) for _ in range(count))
+        return self.numbers.us(lambda: function(*given, out=out))
 
 
-def measured_rates(
-    device: torch.device,
-    directory: Path,
-    outside_fake_mode: Callable[[], AbstractContextManager[Any]],
-) -> LoopRates:
+def measured_rates(device: torch.device, directory: Path) -> LoopRates:
     """The rates of this device; each is measured when it is asked for, unless it is on disk below
     ``directory``."""
-    file = NumberFile(number_path(directory, device, KIND))
-    reference = reference_of(device, directory)
-    return LoopRates(MeasuredNumbers(device, file, reference, outside_fake_mode))
+    return LoopRates(MeasuredNumbers(TimedNumbers(device, directory, KIND)))
 
 
 def _is_free(node: fx.Node) -> bool:
@@ -228,7 +194,7 @@ class Roofline:
         traffic = traffic + sum(each.bytes for each in inside)
         sent = [sent_by(n) for n in nodes if is_collective(n)]
         extra += sum(rates.link_us + 1e6 * each / rates.link_bytes_per_s for each in sent if each)
-        return extra + roofline_us(nodes, traffic, dtype, rates, size_bound)
+        return extra + roofline_us(nodes, traffic, dtype, rates)
 
     def inside(self, node: fx.Node) -> Inside:
         """What a call of an operator of ours does inside."""
@@ -253,27 +219,21 @@ class Measured:
         rest = tuple(node for node, each in times.items() if each is None)
         if total and all(map(_is_free, rest)):
             return total
-        if any(node.target in kernels.INSIDE or self._is_no_loop(node) for node in rest):
+        if any(n.target in kernels.INSIDE or flops_of(n) or is_collective(n) for n in rest):
             return total + self.otherwise(rest, traffic)
-        return total + self.rates.us(rest, traffic, size_bound)
-
-    def _is_no_loop(self, node: fx.Node) -> bool:
-        return self._computes(node) or is_collective(node)
-
-    def _computes(self, node: fx.Node) -> bool:
-        """Whether the node is a library call that could not be run."""
-        return self.calls.is_counted(node.target, *self._given(node), node.meta.get("val"))
-
-    def _given(self, node: fx.Node) -> tuple[Any, Any]:
-        return operands(node, images_last=self.otherwise.images_last)
+        return total + self.rates.us(rest, traffic)
 
     def _library_us(self, node: fx.Node) -> float | None:
-        """The time of a library call, or of a call that makes some inside; None for others."""
+        """The time of a library call, or of a call that makes some inside; None for others.
+
+        A library call is one whose floating-point operations can be counted.
+        """
         if node.target in kernels.INSIDE:
             return self._inside_us(node)
-        if not self._computes(node):
+        if not flops_of(node):
             return None
-        return self.calls.of_call(node.target, *self._given(node))
+        given = operands(node, images_last=self.otherwise.images_last)
+        return self.calls.of_call(node.target, *given)
 
     def _inside_us(self, node: fx.Node) -> float | None:
         """Its library calls, and what lies between: calls from Python, and loops.

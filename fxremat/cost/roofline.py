@@ -11,6 +11,7 @@ twice that.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -26,34 +27,28 @@ from fxremat.compat.ranks import (
     sums_into_parts,
     sums_over_ranks,
 )
+from fxremat.compat.sizes import size_bound
 from fxremat.cost.device import DeviceSpec
 from fxremat.passes.memory_estimation import nbytes
 
-SizeOf = Callable[[Any], int]
 
-
-def _shape(value: Any, size: SizeOf) -> Any:
+def _shape(value: Any) -> Any:
     """Shapes as plain integers, the way the flop formulas expect their arguments."""
     if isinstance(value, torch.Tensor):
-        return torch.Size([size(s) for s in value.shape])
+        return torch.Size(map(size_bound, value.shape))
     if isinstance(value, (list, tuple)):
-        return type(value)(_shape(v, size) for v in value)
+        return type(value)(map(_shape, value))
     return value
 
 
-def _attention_flops(query: torch.Size, key: torch.Size, value: torch.Size) -> float:
+def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> float:
     """Two batched matmuls: queries with keys, scores with values."""
     *batch, length, width = query
-    heads = float(torch.Size(batch).numel())
-    return 2.0 * heads * length * key[-2] * (width + value[-1])
-
-
-def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> float:
-    return _attention_flops(query, key, value)
+    return float(2 * prod(batch) * length * key[-2] * (width + value[-1]))
 
 
 def _attention_backward(_: Any, query: Any, key: Any, value: Any, *__: Any, **___: Any) -> float:
-    return 2.5 * _attention_flops(query, key, value)  # five matmuls where the forward has two
+    return 2.5 * _attention(query, key, value)  # five matmuls where the forward has two
 
 
 # Fused attention kernels that torch's own table of formulas leaves out.
@@ -65,36 +60,26 @@ _EXTRA_FORMULAS: dict[str, Callable[..., float]] = {
 }
 
 
-def flops_of_call(target: Any, args: Any, kwargs: Any, result: Any, size: SizeOf) -> float:
-    """Floating-point operations of a call, 0 for one that only moves memory.
-
-    ``result`` is what it gives; tensors may be fake, or their shapes.
-    """
-    packet = getattr(target, "overloadpacket", None)
+def flops_of(node: fx.Node) -> float:
+    """Floating-point operations of the call that a node stands for; 0 if it only moves memory."""
+    packet = getattr(node.target, "overloadpacket", None)
     formula = flop_registry.get(packet) or _EXTRA_FORMULAS.get(getattr(packet, "__name__", ""))
-    if formula is None:
+    if formula is None or "val" not in node.meta:
         return 0.0
-    args, kwargs = _shape(args, size), {k: _shape(v, size) for k, v in kwargs.items()}
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
+    named = {name: _shape(value) for name, value in kwargs.items()}
     try:
-        return float(formula(*args, **kwargs, out_val=_shape(result, size)))
+        return float(formula(*_shape(args), **named, out_val=_shape(node.meta["val"])))
     except (TypeError, ValueError, AssertionError, RuntimeError, IndexError):
         return 0.0  # a formula that does not know this overload: traffic alone is counted
 
 
-def flops_of(node: fx.Node, size: SizeOf) -> float:
-    """Floating-point operations of the call that a node stands for."""
-    if "val" not in node.meta:
-        return 0.0
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
-    return flops_of_call(node.target, args, kwargs, node.meta["val"], size)
-
-
 def roofline_us(
-    nodes: Iterable[fx.Node], traffic: int, dtype: torch.dtype, spec: DeviceSpec, size: SizeOf
+    nodes: Iterable[fx.Node], traffic: int, dtype: torch.dtype, spec: DeviceSpec
 ) -> float:
     """Microseconds that ``nodes`` take as one kernel which moves ``traffic`` bytes."""
     compute_s = sum(
-        flops_of(node, size) / spec.flops(dtype, is_convolution="convolution" in str(node.target))
+        flops_of(node) / spec.flops(dtype, is_convolution="convolution" in str(node.target))
         for node in nodes
     )
     return spec.launch_us + 1e6 * max(compute_s, traffic / spec.bytes_per_s)

@@ -16,7 +16,6 @@ random numbers for some contents of its inputs only would not be seen.
 from __future__ import annotations
 
 import logging
-from enum import Enum
 from typing import Any
 
 import torch
@@ -26,7 +25,6 @@ from torch.utils import _pytree as pytree
 from fxremat.compat.configuration import OpOverload
 from fxremat.compat.joint_graph import REPEATABLE, is_pure_attention
 from fxremat.compat.measuring import memory_filled, random_state_kept, random_states
-from fxremat.compat.sizes import size_bound
 from fxremat.compat.tensors import outside_fake_mode
 from fxremat.cost.call_times import call_key, has_room, made_real, operands
 
@@ -37,15 +35,8 @@ _PLAIN = (torch.Tensor, torch.SymInt, int, float, bool, str, type(None))
 _CONSTANTS = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
-class Tried(Enum):
-    """What two runs of a call show."""
-
-    SAME = "gives the same"
-    OTHER = "draws random numbers, or gives something else"
-    UNKNOWN = "cannot be tried"
-
-
-_TRIED: dict[tuple[Any, str], Tried] = {}
+_TRIED: dict[tuple[Any, str], bool | None] = {}
+"""Whether two runs of a call gave the same; None: it could not be tried."""
 _TOLD: set[str] = set()
 
 
@@ -59,10 +50,10 @@ def mark_functions(graph: fx.Graph, device: torch.device, *, here: bool) -> None
         if is_pure_attention(node):
             node.meta[REPEATABLE] = True
         elif REPEATABLE not in node.meta and _declares_a_function(node):
-            found = _tried(node, device) if here and not _several_ranks() else Tried.UNKNOWN
-            if found is Tried.SAME:
+            same = _gives_the_same(node, device) if here and not _several_ranks() else None
+            if same:
                 node.meta[REPEATABLE] = True
-            elif found is Tried.UNKNOWN:
+            elif same is None:
                 _tell_once(node.target._schema.name)
 
 
@@ -87,30 +78,30 @@ def _several_ranks() -> bool:
     return running and distributed.get_world_size() > 1
 
 
-def _tried(node: fx.Node, device: torch.device) -> Tried:
+def _gives_the_same(node: fx.Node, device: torch.device) -> bool | None:
+    """Whether two runs of a call do; None where it cannot be tried."""
     args, kwargs = operands(node, images_last=False)
-    key = node.target, f"{device} {call_key(node.target, args, kwargs, size_bound)}"
+    key = node.target, f"{device} {call_key(node.target, args, kwargs)}"
     if key not in _TRIED:
         try:
             with outside_fake_mode(), random_state_kept(), memory_filled(), torch.no_grad():
                 _TRIED[key] = _run_twice(node.target, args, kwargs, device)
         except Exception as error:
             log.info("%s does not run on random data: %s", node.target, error)
-            _TRIED[key] = Tried.UNKNOWN
+            _TRIED[key] = None
     return _TRIED[key]
 
 
-def _run_twice(target: Any, args: Any, kwargs: Any, device: torch.device) -> Tried:
+def _run_twice(target: Any, args: Any, kwargs: Any, device: torch.device) -> bool | None:
     if not has_room(device, (args, kwargs)):
-        return Tried.UNKNOWN
-    real = made_real(args, size_bound, device)
-    named = {name: made_real(one, size_bound, device) for name, one in kwargs.items()}
+        return None
+    real = made_real(args, device)
+    named = {name: made_real(one, device) for name, one in kwargs.items()}
     before = random_states()
     first = pytree.tree_leaves(target(*real, **named))
     second = pytree.tree_leaves(target(*real, **named))
-    moved = any(not torch.equal(a, b) for a, b in zip(before, random_states(), strict=True))
-    same = all(map(_equal, first, second))
-    return Tried.SAME if same and not moved else Tried.OTHER
+    drew_none = all(map(torch.equal, before, random_states()))
+    return drew_none and all(map(_equal, first, second))
 
 
 def _equal(one: Any, other: Any) -> bool:

@@ -4,7 +4,7 @@ Runs that other programs disturb do not count: a thread that waits for a core, a
 it, would count as work. A core's clock, and the neighbours on its chip, change how long the same
 matmul takes by a quarter within minutes. Times are kept on disk and added up, so those of a CPU are
 divided by how much longer than at first a fixed matmul takes just now. On a GPU they are left as
-they are.
+they are. Numbers are kept on disk, but for those of calls that were disturbed each time.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ import math
 import os
 import tempfile
 import time
+from bisect import insort
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,7 +29,9 @@ try:
 except ImportError:  # there are none on Windows
     fcntl = resource = None  # type: ignore[assignment]
 
+from fxremat.compat.inductor.kernels import wait_for_vectors
 from fxremat.compat.measuring import keep_busy
+from fxremat.compat.tensors import outside_fake_mode
 from fxremat.core.constants import CORE_TURN_S, TIME_DOUBT
 from fxremat.cost.number_file import NumberFile, number_path
 
@@ -43,8 +46,7 @@ CLOCK = "reference_matmul"
 _CLOCK_KEY = "us of mm 256x512x512"
 
 
-@dataclass(frozen=True)
-class Timing:
+class Timing(NamedTuple):
     """Microseconds of a call; ``disturbed`` if other programs took a core in each of its runs."""
 
     us: float
@@ -82,45 +84,6 @@ def reference_of(device: torch.device, directory: Path) -> ReferenceMatmul | Non
     return ReferenceMatmul(NumberFile(number_path(directory, device, CLOCK)))
 
 
-@dataclass
-class _Runs:
-    """Runs of one call in which no other program took one of our cores; seconds of them."""
-
-    call: Callable[[], object]
-    device: torch.device
-    quickest_of_all: float = math.inf
-    """Of the disturbed ones, too."""
-    quickest: float = math.inf
-    next_quickest: float = math.inf
-    counted: int = 0
-    counted_seconds: float = 0.0
-    spent: float = 0.0
-
-    def once_more(self) -> None:
-        """Run it; where others have disturbed it, it does not count."""
-        before = _interruptions(self.device)
-        seconds = _seconds(self.call, self.device)
-        together = seconds * _calls_of(self.device)
-        self.spent += together
-        self.quickest_of_all = min(self.quickest_of_all, seconds)
-        if _interruptions(self.device) - before > seconds / CORE_TURN_S:
-            return
-        self.counted, self.counted_seconds = self.counted + 1, self.counted_seconds + together
-        all_three = sorted((self.quickest, self.next_quickest, seconds))
-        self.quickest, self.next_quickest = all_three[:2]
-
-    @property
-    def go_on(self) -> bool:
-        """Whether another run is to be made."""
-        most = TIMING_S if self.counted > 1 else BUSY_TIMING_S
-        return self.spent < most and not self.agree()
-
-    def agree(self) -> bool:
-        """Whether the two quickest do, and there are enough of them."""
-        enough = self.counted_seconds > TIMING_S / 8
-        return enough and self.next_quickest <= self.quickest * (1 + TIME_DOUBT)
-
-
 def quickest(
     call: Callable[[], object], device: torch.device, reference: ReferenceMatmul | None = None
 ) -> Timing:
@@ -132,13 +95,54 @@ def quickest(
     """
     slowdown = 1.0 if reference is None else reference.slowdown()
     call()
-    runs = _Runs(call, device)
+    counted, shortest, spent, enough = list[float](), math.inf, 0.0, TIMING_S / 8
     with alone_on(device):
-        while runs.go_on:
-            runs.once_more()
-    disturbed = not runs.counted
-    seconds = runs.quickest_of_all if disturbed else runs.quickest
-    return Timing(1e6 * seconds / slowdown, disturbed)
+        while spent < (TIMING_S if len(counted) > 1 else BUSY_TIMING_S):
+            before = _interruptions(device)
+            seconds = _seconds(call, device)
+            spent += seconds * _calls_of(device)
+            shortest = min(shortest, seconds)
+            if _interruptions(device) - before > seconds / CORE_TURN_S:
+                continue  # others have disturbed it
+            insort(counted, seconds)
+            enough -= seconds * _calls_of(device)
+            if enough < 0 and len(counted) > 1 and counted[1] <= counted[0] * (1 + TIME_DOUBT):
+                break
+    return Timing(1e6 * (counted[0] if counted else shortest) / slowdown, not counted)
+
+
+@dataclass
+class TimedNumbers:
+    """Numbers of one ``kind`` by what they are of, timed once, and kept below ``directory``."""
+
+    device: torch.device
+    directory: Path
+    kind: str
+    unsure: dict[str, float | None] = field(default_factory=dict)
+    """What is not kept: None for what has no room, and what was disturbed each time."""
+
+    def __post_init__(self) -> None:
+        self.file = NumberFile(number_path(self.directory, self.device, self.kind))
+        self.reference = reference_of(self.device, self.directory)
+
+    def number(self, key: str, measure: Callable[[], tuple[float | None, bool]]) -> float | None:
+        """The number of this key. ``measure`` gives it, and whether that was disturbed.
+
+        It is called where tensors are real, and nothing is compiled that could take a core.
+        """
+        if key not in self.file.numbers and key not in self.unsure:
+            wait_for_vectors()
+            with outside_fake_mode(), torch.no_grad():
+                found, disturbed = measure()
+            if found is None or disturbed:
+                self.unsure[key] = found
+            else:
+                self.file.add(key, found)
+        return self.file.numbers.get(key, self.unsure.get(key))
+
+    def us(self, call: Callable[[], object]) -> Timing:
+        """Of a call, on this device."""
+        return quickest(call, self.device, self.reference)
 
 
 def _calls_of(device: torch.device) -> int:

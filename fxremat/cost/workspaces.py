@@ -31,8 +31,9 @@ from fxremat.cost.call_times import call_key, has_room, made_real, operands
 from fxremat.cost.cuda_scratch import IN_FORM_OUT, Multiprocessors, known_blocks
 from fxremat.cost.number_file import NumberFile, number_path
 from fxremat.cost.roofline import scratch_of
-from fxremat.memory.allocator_settings import MIN_BLOCK_BYTES, round_up
+from fxremat.memory.allocator_settings import in_blocks
 from fxremat.memory.measured_peak import measure_call
+from fxremat.memory.storages import storages_of
 from fxremat.passes.joint_graph import is_mutating, is_random, is_view
 from fxremat.runtime import kernels
 from fxremat.sizes import format_bytes
@@ -44,6 +45,7 @@ _MATMULS = frozenset({_ATEN.mm, _ATEN.addmm, _ATEN.bmm, _ATEN.baddbmm})
 _OF_16_BITS = frozenset({torch.bfloat16, torch.float16})
 _BY_CONTENTS = frozenset({torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output})
 _WITHOUT_BATCH = frozenset({"weight", "bias", "running_mean", "running_var"})
+_NOT_RUN = (is_view, is_mutating, is_random)
 _ESTIMATE = "estimate of "
 _NO_ROOM = "not enough memory to run it and see how much scratch memory it needs"
 _RESERVE = "The option `reserve` can hold back what it needs beyond that."
@@ -68,20 +70,8 @@ def _may_have_workspace(target: object) -> bool:
     )
 
 
-def _is_matmul_without(target: Any, args: Any, device: torch.device) -> bool:
-    """Whether it is one that needs no scratch memory; on CUDA that of cuBLAS is held anyway."""
-    if target.overloadpacket not in _MATMULS:
-        return False
-    return device.type != "cpu" or _OF_16_BITS.isdisjoint(t.dtype for t in _tensors(args))
-
-
 def _tensors(values: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
-
-
-def _bytes_of_storages(values: Any) -> dict[int, int]:
-    storages = [tensor.untyped_storage() for tensor in _tensors(values)]
-    return {storage.data_ptr(): storage.nbytes() for storage in storages}
 
 
 class Workspaces:
@@ -102,9 +92,7 @@ class Workspaces:
         """The workspace of a node of an FX graph."""
         if is_collective(node):
             return self.of_call(node.target, *operands(node, images_last=False))
-        if not _may_have_workspace(node.target) or is_view(node) or is_mutating(node):
-            return 0
-        if is_random(node):
+        if not _may_have_workspace(node.target) or any(is_(node) for is_ in _NOT_RUN):
             return 0
         args, kwargs = operands(node, images_last=self.images_last)
         if node.target in kernels.WORKSPACES:
@@ -118,8 +106,9 @@ class Workspaces:
             return scratch
         if not _may_have_workspace(target) or not _tensors((args, kwargs)):
             return 0
-        if _is_matmul_without(target, args, self.device):
-            return 0
+        in_16_bits = any(tensor.dtype in _OF_16_BITS for tensor in _tensors(args))
+        if target.overloadpacket in _MATMULS and not (self.device.type == "cpu" and in_16_bits):
+            return 0  # on CUDA the scratch memory of cuBLAS is held anyway
         if target in kernels.WORKSPACES:
             return kernels.WORKSPACES[target](*args, **kwargs, measure=self.of_call)
         try:
@@ -140,12 +129,12 @@ class Workspaces:
         whole = self.of_call(target, args, kwargs)
         if self.device.type == "cuda" and whole:
             blocks = known_blocks(target, args, kwargs, _multiprocessors(self.device))
-            if blocks and sum(round_up(n, MIN_BLOCK_BYTES) for n in blocks) == whole:
+            if blocks and sum(in_blocks(n, self.device) for n in blocks) == whole:
                 return blocks
         return (whole,) if whole else ()
 
     def _measured_once(self, target: Any, args: Any, kwargs: Any) -> int:
-        key = call_key(target, args, kwargs, size_bound)
+        key = call_key(target, args, kwargs)
         if key not in self.file.numbers and _ESTIMATE + key not in self.file.numbers:
             with outside_fake_mode(), torch.no_grad():
                 found, is_estimate = self._found(target, args, kwargs)
@@ -202,18 +191,17 @@ class Workspaces:
 
         def made(name: str, value: Any) -> Any:
             given = None if name in _WITHOUT_BATCH else batch
-            return made_real(value, size_bound, self.device, given)
+            return made_real(value, self.device, given)
 
         if not has_room(self.device, (args, kwargs), batch):
             raise MemoryError
         with random_state_kept():
             real = tuple(made(name, value) for name, value in _by_name(target, args))
             named = {name: made(name, value) for name, value in kwargs.items()}
-            results = _bytes_of_storages(target(*real, **named))  # also warms the library up
-            given = _bytes_of_storages((real, named))
-            block = MIN_BLOCK_BYTES if self.device.type == "cuda" else 1
+            results = storages_of(_tensors(target(*real, **named)), None)  # warms the library up
+            given = storages_of(_tensors((real, named)), None)
             anew = [n for storage, n in results.items() if storage not in given]
-            made_anew = sum(round_up(n, block) for n in anew)
+            made_anew = sum(in_blocks(n, self.device) for n in anew)
             above = measure_call(lambda: target(*real, **named), self.device)
         return max(0, above - made_anew)
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from fxremat.core.events import Allocate, EmptyCache, Event, Free
-from fxremat.memory.allocator_blocks import Block, Device, ExpandableSegments, Level, Pool
+from fxremat.memory.allocator_blocks import Block, Device, ExpandableSegments, Pool
 from fxremat.memory.allocator_settings import (
     LARGEST_SMALL_BYTES,
     AllocatorSettings,
@@ -27,60 +27,37 @@ from fxremat.memory.allocator_settings import (
 
 
 class CachingAllocator:
-    """The allocator of one device, which never runs out."""
+    """The allocator of one device, which never runs out.
+
+    ``allocated`` and `reserved` are bytes as torch.cuda.memory_allocated and memory_reserved count
+    them, ``requested`` what callers asked for and have not freed.
+    """
 
     def __init__(self, settings: AllocatorSettings | None = None) -> None:
         self.settings = settings or AllocatorSettings()
+        self.allocated = self.requested = self.peak_allocated_bytes = self.peak_requested_bytes = 0
         self._device = Device()
         self._small, self._large = Pool(small=True), Pool(small=False)
-        self._segments = _Segments(self._device)
         self._expandable = ExpandableSegments(self._device, self.settings.large_segment)
         self._live: dict[int, tuple[Pool, Block]] = {}
-        self._allocated, self._requested = Level(), Level()
-
-    @property
-    def allocated(self) -> int:
-        """Bytes of the blocks in use, as torch.cuda.memory_allocated counts them."""
-        return self._allocated.now
-
-    @property
-    def peak_allocated_bytes(self) -> int:
-        """The most that `allocated` has been."""
-        return self._allocated.peak
 
     @property
     def reserved(self) -> int:
-        """Bytes taken from the device, as torch.cuda.memory_reserved counts them."""
-        return self._device.reserved.now
+        """Bytes taken from the device."""
+        return self._device.taken
 
     @property
     def peak_reserved_bytes(self) -> int:
         """The most that `reserved` has been."""
-        return self._device.reserved.peak
-
-    @property
-    def requested(self) -> int:
-        """Bytes that callers asked for and have not freed."""
-        return self._requested.now
-
-    @property
-    def peak_requested_bytes(self) -> int:
-        """The most that `requested` has been."""
-        return self._requested.peak
-
-    @property
-    def inactive_split(self) -> int:
-        """Free bytes in segments that also hold other blocks; expandable segments do not count."""
-        return sum(b.nbytes for _, b in self._free() if b.is_split and b.space is None)
-
-    @property
-    def segment_count(self) -> int:
-        """Segments that exist; an expandable one counts once, however much of it is mapped."""
-        return self._segments.count + self._expandable.count
+        return self._device.most_taken
 
     def free_blocks(self) -> list[tuple[int, int, int, bool]]:
         """Every free block: its stream, bytes, address, and whether it is of the small pool."""
-        return [(b.stream, b.nbytes, b.address, pool.small) for pool, b in self._free()]
+        return [
+            (block.stream, block.nbytes, block.address, pool.small)
+            for pool in (self._small, self._large)
+            for block in pool.free_blocks()
+        ]
 
     def allocate(self, nbytes: int, stream: int = 0) -> int:
         """The address of a block for ``nbytes``; 0, and no block, for none."""
@@ -90,10 +67,20 @@ class CachingAllocator:
             return 0
         rounded = round_request(nbytes, self.settings)
         pool = self._small if rounded <= LARGEST_SMALL_BYTES else self._large
-        block = self._cached(pool, stream, rounded)
-        if block is None:
+        block = _best_fit(pool, stream, rounded)
+        if block is not None and self._may_serve(block.nbytes, rounded):
+            pool.remove(block)
+        else:
             block = self._new(pool, stream, rounded)
-        return self._hand_out(pool, block, rounded, nbytes)
+        if is_worth_splitting(block.nbytes, rounded, pool.small, self.settings):
+            pool.add(block.cut(rounded))
+        block.allocated, block.requested = True, nbytes
+        self._live[block.address] = pool, block
+        self.requested += nbytes
+        self.allocated += block.nbytes
+        self.peak_requested_bytes = max(self.peak_requested_bytes, self.requested)
+        self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated)
+        return block.address
 
     def free(self, address: int) -> None:
         """Frees what `allocate` returned; raises `ValueError` where nothing lives there."""
@@ -102,28 +89,19 @@ class CachingAllocator:
         if address not in self._live:
             raise ValueError(f"nothing is allocated at {address:#x}; free each address once")
         pool, block = self._live.pop(address)
-        self._allocated.change(-block.nbytes)
-        self._requested.change(-block.requested)
+        self.allocated -= block.nbytes
+        self.requested -= block.requested
         block.allocated = False
         pool.add(pool.merge(block))
 
     def empty_cache(self) -> None:
         """Gives back every segment, and every page, that holds no block in use."""
         for pool in (self._large, self._small):
-            self._segments.release(pool)
+            for block in pool.free_blocks():
+                if block.space is None and not block.is_split:
+                    pool.remove(block)
+                    self._device.take(-block.nbytes)
             self._expandable.release(pool)
-
-    def _free(self) -> list[tuple[Pool, Block]]:
-        pools = (self._small, self._large)
-        return [(pool, block) for pool in pools for block in pool.free_blocks()]
-
-    def _cached(self, pool: Pool, stream: int, rounded: int) -> Block | None:
-        """The free block that serves a request, taken out of its pool."""
-        block = _best_fit(pool, stream, rounded)
-        if block is None or not self._may_serve(block.nbytes, rounded):
-            return None
-        pool.remove(block)
-        return block
 
     def _may_serve(self, free: int, rounded: int) -> bool:
         """Whether oversize blocks, which are not split, are kept for requests of their size."""
@@ -135,40 +113,9 @@ class CachingAllocator:
         """A block in a new segment or in new pages, in no pool."""
         if self.settings.expandable_segments:
             return self._expandable.allocate(pool, stream, rounded)
-        return self._segments.allocate(stream, segment_bytes_for(rounded, self.settings))
-
-    def _hand_out(self, pool: Pool, block: Block, rounded: int, nbytes: int) -> int:
-        """Splits a block that is in no pool where that is worth it, and marks it as used."""
-        if is_worth_splitting(block.nbytes, rounded, pool.small, self.settings):
-            pool.add(block.cut(rounded))
-        block.allocated = True
-        block.requested = nbytes
-        self._live[block.address] = pool, block
-        self._allocated.change(block.nbytes)
-        self._requested.change(nbytes)
-        return block.address
-
-
-@dataclass(eq=False)
-class _Segments:
-    """All segments from cudaMalloc of an allocator; ``count`` of them exist."""
-
-    device: Device
-    count: int = 0
-
-    def allocate(self, stream: int, nbytes: int) -> Block:
-        """A segment as one free block, in no pool."""
-        self.device.take(nbytes)
-        self.count += 1
-        return Block(self.device.addresses(nbytes), nbytes, stream)
-
-    def release(self, pool: Pool) -> None:
-        """Gives back every segment that is one free block."""
-        for block in pool.free_blocks():
-            if block.space is None and not block.is_split:
-                pool.remove(block)
-                self.count -= 1
-                self.device.give_back(block.nbytes)
+        nbytes = segment_bytes_for(rounded, self.settings)
+        self._device.take(nbytes)
+        return Block(self._device.addresses(nbytes), nbytes, stream)
 
 
 def _best_fit(pool: Pool, stream: int, rounded: int) -> Block | None:
@@ -195,7 +142,6 @@ class Usage:
     peak_allocated_bytes: int
     peak_reserved_bytes: int
     peak_requested_bytes: int
-    segment_count: int
 
 
 def apply_events(allocator: CachingAllocator, events: Iterable[Event]) -> Iterator[None]:
@@ -231,5 +177,4 @@ def replay(events: Iterable[Event], settings: AllocatorSettings | None = None) -
         allocator.peak_allocated_bytes,
         allocator.peak_reserved_bytes,
         allocator.peak_requested_bytes,
-        allocator.segment_count,
     )

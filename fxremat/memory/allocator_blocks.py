@@ -7,6 +7,7 @@ ordered by stream, size and address, as in torch (c10/cuda/CUDACachingAllocator.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -70,36 +71,38 @@ class Block:
             gone.after.before = self
 
 
+_Row = tuple[int, int, Block]
+"""A block after what its pool orders it by: size and address, of unmapped ones the address only."""
+
+
+def _row(block: Block) -> _Row:
+    return block.nbytes if block.mapped else 0, block.address, block
+
+
 @dataclass(eq=False)
 class Pool:
-    """The free blocks of one pool."""
+    """The free blocks of one pool, and addresses without memory, by stream."""
 
     small: bool
-    _free: dict[int, list[tuple[int, int, Block]]] = field(default_factory=dict)
-    _unmapped: dict[int, list[tuple[int, Block]]] = field(default_factory=dict)
+    _free: defaultdict[int, list[_Row]] = field(default_factory=lambda: defaultdict(list))
+    _unmapped: defaultdict[int, list[_Row]] = field(default_factory=lambda: defaultdict(list))
+
+    def _rows(self, block: Block) -> list[_Row]:
+        return (self._free if block.mapped else self._unmapped)[block.stream]
 
     def add(self, block: Block) -> None:
         """Puts in a free block, or addresses without memory."""
-        if block.mapped:
-            rows = self._free.setdefault(block.stream, [])
-            insort(rows, (block.nbytes, block.address, block))
-        else:
-            insort(self._unmapped.setdefault(block.stream, []), (block.address, block))
+        insort(self._rows(block), _row(block))
 
     def remove(self, block: Block) -> None:
         """Takes a block out; it has to have the size and the address that it was put in with."""
-        if block.mapped:
-            rows = self._free[block.stream]
-            del rows[bisect_left(rows, (block.nbytes, block.address))]
-        else:
-            places = self._unmapped[block.stream]
-            del places[bisect_left(places, (block.address,))]
+        rows = self._rows(block)
+        del rows[bisect_left(rows, _row(block)[:2])]
 
     def at_least(self, stream: int, nbytes: int) -> Iterator[Block]:
         """Free blocks of ``stream`` with ``nbytes`` or more, smallest first."""
-        rows = self._free.get(stream, [])
-        for index in range(bisect_left(rows, (nbytes,)), len(rows)):
-            yield rows[index][2]
+        rows = self._free[stream]
+        return (rows[index][2] for index in range(bisect_left(rows, (nbytes,)), len(rows)))
 
     def free_blocks(self) -> list[Block]:
         """All free blocks by stream, size and address."""
@@ -107,7 +110,7 @@ class Pool:
 
     def unmapped(self, stream: int) -> list[Block]:
         """Addresses of ``stream`` without memory, lowest first."""
-        return [row[1] for row in self._unmapped.get(stream, [])]
+        return [row[2] for row in self._unmapped[stream]]
 
     def merge(self, block: Block) -> Block:
         """``block``, which is not in the pool, together with free neighbours of its kind."""
@@ -122,39 +125,22 @@ class Pool:
         return block
 
 
-_FIRST_ADDRESS = 1 << 40
-
-
-@dataclass(slots=True)
-class Level:
-    """Bytes that go up and down, and the most they have been."""
-
-    now: int = 0
-    peak: int = 0
-
-    def change(self, nbytes: int) -> None:
-        """Adds ``nbytes``, which may be negative."""
-        self.now += nbytes
-        if self.now > self.peak:
-            self.peak = self.now
-
-
 @dataclass(eq=False)
 class Device:
-    """Memory without end.
+    """Memory without end, of which so many bytes are ``taken``.
 
     Addresses grow and are never used twice, which cudaMalloc does not promise. They matter where
     two free blocks have the same size: the lower one is taken.
     """
 
-    reserved: Level = field(default_factory=Level)
-    _next_address: int = _FIRST_ADDRESS
+    taken: int = 0
+    most_taken: int = 0
+    _next_address: int = 1 << 40
 
     def take(self, nbytes: int) -> None:
-        self.reserved.change(nbytes)
-
-    def give_back(self, nbytes: int) -> None:
-        self.reserved.change(-nbytes)
+        """So many bytes more; fewer if negative."""
+        self.taken += nbytes
+        self.most_taken = max(self.most_taken, self.taken)
 
     def addresses(self, nbytes: int, multiple: int = 2 * MIB) -> int:
         """The first of ``nbytes`` addresses that nothing else has; a multiple of the step."""
@@ -178,7 +164,7 @@ def _has_room(block: Block, nbytes: int) -> bool:
 
 @dataclass(eq=False)
 class ExpandableSegments:
-    """All expandable segments of an allocator; ``count`` of them exist.
+    """All expandable segments of an allocator.
 
     Each is one range of addresses for a pool and a stream, mapped page by page. New memory goes to
     the lowest addresses at which the request has room in free blocks and unmapped pages side by
@@ -189,7 +175,6 @@ class ExpandableSegments:
 
     device: Device
     large_page: int
-    count: int = 0
 
     def allocate(self, pool: Pool, stream: int, nbytes: int) -> Block:
         """A free block of at least ``nbytes``, in no pool."""
@@ -225,7 +210,6 @@ class ExpandableSegments:
         space = AddressSpace(self.device.addresses(nbytes, page), nbytes, page)
         block = Block(space.address, nbytes, stream, space, mapped=False)
         pool.add(block)
-        self.count += 1
         return block
 
     def _map(self, pool: Pool, hole: Block, nbytes: int) -> Block:
@@ -256,10 +240,8 @@ class ExpandableSegments:
             pool.add(head)
         if removed < block.nbytes:
             pool.add(block.cut(removed))
-        self.device.give_back(removed)
+        self.device.take(-removed)
         block.mapped = False
         block = pool.merge(block)
         if block.is_split:
             pool.add(block)
-        else:
-            self.count -= 1

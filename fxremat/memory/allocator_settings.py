@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from fxremat.errors import InvalidOption, UnknownOption
 from fxremat.sizes import MIB, format_bytes
 
@@ -45,11 +47,10 @@ class AllocatorSettings:
             raise _invalid("large_segment_size_mb", self.large_segment // MIB, "more than 10")
         if self.max_split is not None and self.max_split < self.large_segment:
             raise _invalid("max_split_size_mb", self.max_split // MIB, least)
-        if self.max_non_split_rounding < self.large_segment:
-            rounding_mb = self.max_non_split_rounding // MIB
-            raise _invalid("max_non_split_rounding_mb", rounding_mb, least)
-        if len(self.divisions) != INTERVALS or not all(map(_is_division, self.divisions)):
-            divisions = self.divisions
+        rounding, divisions = self.max_non_split_rounding, self.divisions
+        if rounding < self.large_segment:
+            raise _invalid("max_non_split_rounding_mb", rounding // MIB, least)
+        if len(divisions) != INTERVALS or not all(n >= 0 and n & (n - 1) == 0 for n in divisions):
             raise _invalid("roundup_power2_divisions", divisions, f"{INTERVALS} powers of 2 or 0")
 
     def divisions_for(self, nbytes: int) -> int:
@@ -66,29 +67,16 @@ def _invalid(key: str, value: object, expected: str) -> InvalidOption:
     return InvalidOption(key, value, expected, variable=_VARIABLE)
 
 
-def _is_division(count: int) -> bool:
-    return count >= 0 and count & (count - 1) == 0
-
-
 _ITEM = re.compile(r"([^,:\[\]]+):(\[[^\[\]]*\]|[^,:\[\]]+)(?:,|$)")
 
-WITHOUT_EFFECT = frozenset(
-    {
-        "garbage_collection_threshold",
-        "graph_capture_record_stream_reuse",
-        "per_process_memory_fraction",
-        "pinned_free_catch_all",
-        "pinned_max_cached_size_mb",
-        "pinned_max_round_threshold_mb",
-        "pinned_num_register_threads",
-        "pinned_reserve_segment_size_mb",
-        "pinned_use_background_threads",
-        "pinned_use_cuda_host_register",
-        "pinned_use_hip_host_register",
-        "release_lock_on_cudamalloc",
-        "release_lock_on_hipmalloc",
-    }
-)
+WITHOUT_EFFECT = (
+    "garbage_collection_threshold", "graph_capture_record_stream_reuse",
+    "per_process_memory_fraction", "pinned_free_catch_all", "pinned_max_cached_size_mb",
+    "pinned_max_round_threshold_mb", "pinned_num_register_threads",
+    "pinned_reserve_segment_size_mb", "pinned_use_background_threads",
+    "pinned_use_cuda_host_register", "pinned_use_hip_host_register",
+    "release_lock_on_cudamalloc", "release_lock_on_hipmalloc",
+)  # fmt: skip
 """Keys about the host's memory, locks, graph capture, or what happens when the device is full."""
 
 
@@ -115,20 +103,6 @@ def _power_of_two(key: str, text: str) -> int:
     return number
 
 
-def _division_rows(key: str, text: str) -> Iterator[tuple[int | None, int]]:
-    """The pairs of ``[64:8,256:4,>:1]``: interval (None for ``>``) and divisions."""
-    for row in text[1:-1].split(","):
-        megabytes, colon, count = row.partition(":")
-        if not colon:
-            raise _invalid(key, text, "pairs such as [64:8,256:4,>:1]")
-        divisions = 0 if count == "0" else _power_of_two(key, count)
-        if megabytes == ">":
-            yield None, divisions
-        else:
-            interval = _power_of_two(key, megabytes).bit_length() - 1
-            yield min(interval, INTERVALS - 1), divisions
-
-
 def _divisions(key: str, text: str) -> tuple[int, ...]:
     """One number for all sizes, or pairs of a size in MB and the number from that size on.
 
@@ -139,15 +113,19 @@ def _divisions(key: str, text: str) -> tuple[int, ...]:
         return (_power_of_two(key, text),) * INTERVALS
     divisions = [0] * INTERVALS
     last: int | None = None
-    for interval, count in _division_rows(key, text):
-        if interval is None:
+    for row in text[1:-1].split(","):
+        megabytes, colon, number = row.partition(":")
+        if not colon:
+            raise _invalid(key, text, "pairs such as [64:8,256:4,>:1]")
+        count = 0 if number == "0" else _power_of_two(key, number)
+        if megabytes == ">":
             first = 1 if last is None else last + 1
             divisions[first:] = [count] * (INTERVALS - first)
-            continue
-        if last is None:
-            divisions[:interval] = [count] * interval
-        divisions[interval] = count
-        last = interval
+        else:
+            interval = min(_power_of_two(key, megabytes).bit_length(), INTERVALS) - 1
+            lowest = 0 if last is None else interval
+            divisions[lowest : interval + 1] = [count] * (interval + 1 - lowest)
+            last = interval
     return tuple(divisions)
 
 
@@ -173,15 +151,6 @@ def _items(text: str) -> Iterator[tuple[str, str]]:
         position = match.end()
 
 
-def _check_modelled(key: str, value: str) -> None:
-    """Raises for values under which another allocator, or another policy, is at work."""
-    if key == "backend" and value != "native":
-        expected = "'native': the model is of that allocator alone; remove the key"
-        raise _invalid(key, value, expected)
-    if key == "throw_on_cudamalloc_oom" and _truth(key, value):
-        raise _invalid(key, value, "False: failing before cached blocks are freed is not modelled")
-
-
 def settings_of_environment() -> AllocatorSettings:
     """Those that torch's allocator runs with in this process; it reads the newer name first.
 
@@ -202,10 +171,14 @@ def parse_settings(text: str) -> AllocatorSettings:
         if key in _FIELDS:
             field, read = _FIELDS[key]
             values[field] = read(key, value)
-        elif key in KEYS:
-            _check_modelled(key, value)
-        else:
+        elif key not in KEYS:
             raise UnknownOption(key, value, KEYS)
+        elif key == "backend" and value != "native":
+            expected = "'native': the model is of that allocator alone; remove the key"
+            raise _invalid(key, value, expected)
+        elif key == "throw_on_cudamalloc_oom" and _truth(key, value):
+            expected = "False: failing before cached blocks are freed is not modelled"
+            raise _invalid(key, value, expected)
     return AllocatorSettings(**values)
 
 
@@ -226,10 +199,9 @@ def round_up(nbytes: int, multiple: int) -> int:
     return -(-nbytes // multiple) * multiple
 
 
-def _next_division(nbytes: int, divisions: int) -> int:
-    """``nbytes`` rounded up in the grid that cuts each power of two into ``divisions`` parts."""
-    power = 1 << (nbytes.bit_length() - 1)
-    return round_up(nbytes, power // divisions)
+def in_blocks(nbytes: int, device: torch.device) -> int:
+    """What torch's allocator takes for so many: on CUDA whole blocks."""
+    return round_up(nbytes, MIN_BLOCK_BYTES) if device.type == "cuda" else nbytes
 
 
 def round_request(nbytes: int, settings: AllocatorSettings) -> int:
@@ -238,7 +210,8 @@ def round_request(nbytes: int, settings: AllocatorSettings) -> int:
         return MIN_BLOCK_BYTES
     divisions = settings.divisions_for(nbytes)
     if divisions > 1 and nbytes > MIN_BLOCK_BYTES * divisions:
-        return _next_division(nbytes, divisions)
+        power = 1 << (nbytes.bit_length() - 1)
+        return round_up(nbytes, power // divisions)
     return round_up(nbytes, MIN_BLOCK_BYTES)
 
 

@@ -35,7 +35,7 @@ from fxremat.compat.tensors import (
     write_over,
 )
 from fxremat.core.layout import HalfLayout, StepLayout, extent
-from fxremat.memory.slots import Covered, Group, Slot, held, take_alike
+from fxremat.memory.slots import Covered, Group, Slot, held
 from fxremat.runtime.placed import Place, Places, closely, go_on_with
 from fxremat.sizes import format_bytes
 
@@ -174,7 +174,10 @@ class PlacedHalf:
         self.watched = Group(one for one in outliving if one not in own and covered.owners(one))
 
     def begin(self, others: Sequence[Slot], *, decides: bool) -> Places:
-        """Its places without those that overlap with what others hold; whether `place` decides."""
+        """Its places without those that overlap with what others hold; whether `place` decides.
+
+        Without them, each of the rest comes after other ones in its bytes than it was planned to.
+        """
         self.current, self.covered = self.places, None
         if others:
             overlap = Covered(others)
@@ -184,16 +187,11 @@ class PlacedHalf:
                 if slot is not None and overlap.owners(slot)
             )
             self.arena.note_held(len(blocked))
-            self.current = self._places_without(blocked)
+            if blocked and (self._beside is None or self._beside[0] != blocked):
+                self._beside = blocked, self._places(blocked)
+            if blocked and self._beside is not None:
+                self.current = self._beside[1]
         return map(closely, self.current) if decides else iter(self.current)
-
-    def _places_without(self, blocked: frozenset[int]) -> list[Place | None]:
-        """All others; each comes after other ones in its bytes than it was planned to."""
-        if not blocked:
-            return self.places
-        if self._beside is None or self._beside[0] != blocked:
-            self._beside = blocked, self._places(blocked)
-        return self._beside[1]
 
 
 @dataclass(frozen=True, eq=False)
@@ -337,10 +335,12 @@ class Arena:
         self._bind()
         free = [] if half is None else list(half.outlive)
         for one, values in kept:
-            slot = take_alike(free, values)
+            form = values.dtype, values.nbytes
+            slot = next((s for s in free if (s.base.dtype, s.base.nbytes) == form), None)
             if slot is None:
                 one.data = values.to(self.device)
             else:
+                free.remove(slot)
                 one.data = reinterpret(slot.base, values.shape, values.stride(), 0).copy_(values)
 
     @contextmanager

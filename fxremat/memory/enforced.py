@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -90,36 +90,25 @@ def _explain(error: BaseException) -> None:
 # --- the cap ---------------------------------------------------------------------------------
 
 
-@dataclass
-class _Caps:
-    """The caps of a device, by who holds them, and the part of it that was allowed before."""
-
-    fraction: float
-    limits: dict[int, int] = field(default_factory=dict)
-
-    def apply(self, device: torch.device) -> None:
-        """Allow the least that is asked for, and what was allowed before if nothing is."""
-        total = torch.cuda.get_device_properties(device).total_memory
-        parts = [limit / total for limit in self.limits.values()]
-        torch.cuda.set_per_process_memory_fraction(min([*parts, self.fraction]), device)
-
-
-_CAPS: dict[torch.device, _Caps] = {}
+_CAPS: dict[torch.device, dict[int | None, float]] = {}
+"""The parts of a device that are allowed: by who holds the cap, and (None) what was before."""
 
 
 def hold_cap(device: torch.device, limit: int, holder: object) -> None:
     """Let the allocator take at most so many bytes of the device, as long as ``holder`` lives."""
     if device not in _CAPS:
-        _CAPS[device] = _Caps(torch.cuda.get_per_process_memory_fraction(device))
-    caps, key = _CAPS[device], id(holder)
-    caps.limits[key] = limit
-    caps.apply(device)
-    weakref.finalize(holder, _release, device, key).atexit = False
+        _CAPS[device] = {None: torch.cuda.get_per_process_memory_fraction(device)}
+    _CAPS[device][id(holder)] = limit / torch.cuda.get_device_properties(device).total_memory
+    _allow_the_least(device)
+    weakref.finalize(holder, _release, device, id(holder)).atexit = False
 
 
 def _release(device: torch.device, key: int) -> None:
-    caps = _CAPS[device]
-    del caps.limits[key]
-    caps.apply(device)
-    if not caps.limits:
+    del _CAPS[device][key]
+    _allow_the_least(device)
+    if _CAPS[device].keys() == {None}:
         del _CAPS[device]
+
+
+def _allow_the_least(device: torch.device) -> None:
+    torch.cuda.set_per_process_memory_fraction(min(_CAPS[device].values()), device)

@@ -71,16 +71,8 @@ class Arranged:
     def outside(self, runs: Sequence[RunEvents]) -> tuple[RunEvents, ...]:
         """What remains of the runs for the allocator: their events without what is placed."""
         return tuple(
-            replace(
-                run,
-                forward=without(run.forward, names),
-                backward=without(run.backward, names),
-                inputs=tuple(
-                    replace(one, gradient=None) if one.gradient in names else one
-                    for one in run.inputs
-                ),
-            )
-            for run, names in zip(runs, self.placed, strict=True)
+            replace(x, forward=without(x.forward, names), backward=without(x.backward, names))
+            for x, names in zip(runs, self.placed, strict=True)
         )
 
 
@@ -114,7 +106,6 @@ def arrange(
         lives |= {block: replace(lives[block], begin=0, end=ends) for block in stay}
     placeable = {block: life for block, life in lives.items() if block in own and life.size_bytes}
     rest = [life for block, life in lives.items() if block not in placeable]
-    buffers = [*placeable.values()]
 
     def arranged(placement: Placement) -> Arranged:
         found = placement.offset_bytes
@@ -123,16 +114,19 @@ def arrange(
         names = (frozenset(name for k, name in offsets if k == run) for run in range(len(runs)))
         return Arranged(StepLayout(layouts, placement.arena_bytes), tuple(names))
 
+    unit, best = 1 if device == "cpu" else ALIGNMENT_BYTES[device], list[Arranged]()
+    arena = PartialArena([*placeable.values()], rest, unit)
     if device == "cpu":
-        return arranged(_within_peak(PartialArena(buffers, rest, 1)))
-    arena, best = PartialArena(buffers, rest, ALIGNMENT_BYTES[device]), list[Arranged]()
+        return arranged(_within_peak(arena))
     for placement in _placements(arena):
         one = arranged(placement)
         if len(runs) > 1 and outside:
             events, second = asked_of_pools(asked, one.placed, outside)
             loop = loop_of(list(_of_own_pool(events)), second)
         else:
-            loop = loop_of([*_named(in_sequence(one.outside(runs), order))], _seconds(runs))
+            pairs = ((k, *pair) for k, x in enumerate(runs) for pair in seconds(x).items())
+            second = {_name(k, first): _name(k, other) for k, first, other in pairs}
+            loop = loop_of([*_named(in_sequence(one.outside(runs), order))], second)
         segment, reserved = least_pool(loop, settings)
         layout = replace(one.layout, pool_bytes=segment)
         best.append(replace(one, layout=layout, reserved_bytes=layout.arena_bytes + reserved))
@@ -146,7 +140,10 @@ def _lives_of_passed(
     outside: Sequence[Outside],
 ) -> dict[Block, Buffer]:  # fmt: skip
     """Results that only runs hold, if code asks for them: until the half that they die in ends."""
-    ended = _ends(runs, order)
+    ended, clock = dict[tuple[int, str], int](), 0
+    for run, phase in order:
+        clock += sum(1 for _ in in_sequence(runs, [(run, phase)]))
+        ended[run, phase] = clock
     return {
         (run, name): replace(
             lives[run, name],
@@ -155,10 +152,6 @@ def _lives_of_passed(
         for (run, name), holders in passed_on(runs, outside).items()
         if name in code_blocks(runs[run])
     }
-
-
-def _seconds(runs: Sequence[RunEvents]) -> dict[str, str]:
-    return {_name(k, a): _name(k, b) for k, x in enumerate(runs) for a, b in seconds(x).items()}
 
 
 def asked_of_pools(
@@ -175,16 +168,18 @@ def asked_of_pools(
 
 def _marked(run: RunEvents, placed: Collection[str]) -> RunEvents:
     """The run, whose blocks say whether they lie in the arena or in the graphs' own pool."""
-    forward = tuple(where(event, placed) for event in run.forward)
-    there = with_second_gradients(run.backward, run)
-    return replace(run, forward=forward, backward=tuple(where(event, placed) for event in there))
+    backward = with_second_gradients(run.backward, run)
+    return replace(run, forward=where(run.forward, placed), backward=where(backward, placed))
 
 
-def where(event: Event, placed: Collection[str]) -> Event:
-    """The event of a run, with the stream that stands for the place of its block."""
-    if isinstance(event, Allocate) and not is_resident(event):
-        return replace(event, stream=ARENA if event.name in placed else OWN_POOL)
-    return event
+def where(events: Iterable[Event], placed: Collection[str]) -> tuple[Event, ...]:
+    """Events of a run, with the streams that stand for the places of their blocks."""
+    return tuple(
+        replace(event, stream=ARENA if event.name in placed else OWN_POOL)
+        if isinstance(event, Allocate) and not is_resident(event)
+        else event
+        for event in events
+    )
 
 
 def without_arena(events: Iterable[Event]) -> list[Event]:
@@ -255,7 +250,7 @@ def _name(run: int, block: str) -> str:
 def may_be_placed(run: RunEvents) -> frozenset[str]:
     """The blocks that the code of a run asks for itself, and whose end is known."""
     gradients_of_own = {one.gradient for one in run.inputs if one.own}
-    given = {*run.results, *gradients_of_own, *(name for name, _ in run.incoming)}
+    given = {*run.results, *gradients_of_own, *dict(run.incoming)}
     return frozenset(name for name in code_blocks(run) - given if name is not None)
 
 
@@ -287,15 +282,6 @@ def passed_on(runs: Sequence[RunEvents], outside: Sequence[Outside]) -> dict[Blo
         (run, name): more | ({run} if name in runs[run].again else set())
         for (run, name), more in alone.items()
     }
-
-
-def _ends(runs: Sequence[RunEvents], order: Order) -> dict[tuple[int, str], int]:
-    """When each half has ended, on the clock of `_lives`."""
-    ended, clock = dict[tuple[int, str], int](), 0
-    for run, phase in order:
-        clock += sum(1 for _ in in_sequence(runs, [(run, phase)]))
-        ended[run, phase] = clock
-    return ended
 
 
 def in_sequence(runs: Sequence[RunEvents], order: Order) -> Iterator[tuple[int, Event]]:

@@ -22,9 +22,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from fxremat.compat.measuring import profiler_memory_events
-from fxremat.compat.tensors import plain_tensors
-from fxremat.memory.arena import ARENAS, Arena
-from fxremat.runtime.host_memory import is_host, is_on
+from fxremat.memory.arena import ARENAS
+from fxremat.memory.storages import Storages, storages_of
+from fxremat.runtime.host_memory import is_host
 
 DeviceLike = torch.device | str | None
 
@@ -44,37 +44,28 @@ class MeasuredPeak:
     reserved_bytes: int | None = None
 
 
-@dataclass(frozen=True)
-class ArenasBefore:
-    """The arenas of a device at some moment: where each lies, its bytes, and how often it was used.
+def _bytes_before(storages: Storages, device: torch.device) -> Callable[[], int]:
+    """Gives the bytes of what is there now, after something has run.
 
-    What runs afterwards has used some of them, whose bytes it needs whether something lies in them
-    or not.
+    These are ``storages``, and the arenas that it used, with what lay in them: it needs their bytes
+    whether something lies there or not. Empty ones are given back now, for else nobody would see
+    them go.
     """
+    there = [one for one in list(ARENAS) if one.device == device]
+    for one in there:
+        one.rest()
+    before = [(one, one.address, one.nbytes, one.entered) for one in there if one.block is not None]
 
-    each: tuple[tuple[Arena, int, int, int], ...]
-
-    @classmethod
-    def on(cls, device: torch.device) -> ArenasBefore:
-        """As they are now; empty ones are given back, for else nobody would see them go."""
-        for one in list(ARENAS):
-            if one.device == device:
-                one.rest()
-        there = [one for one in list(ARENAS) if one.device == device and one.block is not None]
-        return cls(tuple((one, one.address, one.nbytes, one.entered) for one in there))
-
-    def bytes_with(self, storages: Mapping[int, int]) -> int:
-        """Of storages, by their addresses then, and of those arenas that were used since.
-
-        What lay in such an arena counts with it.
-        """
-        used = [(at, size) for one, at, size, entered in self.each if one.entered > entered]
+    def count() -> int:
+        used = [(at, nbytes) for one, at, nbytes, entered in before if one.entered > entered]
         outside = (
             nbytes
             for address, nbytes in storages.items()
             if not any(begin <= address < begin + size for begin, size in used)
         )
-        return sum(outside) + sum(size for _, size in used)
+        return sum(outside) + sum(nbytes for _, nbytes in used)
+
+    return count
 
 
 def measure_peak(
@@ -92,9 +83,9 @@ def measure_peak(
     if where.type not in ("cpu", "cuda"):
         raise ValueError(f"cannot measure on {where.type!r}; measure_peak knows cpu and cuda")
     if where.type == "cpu":
-        storages, arenas = _storages(held, where), ArenasBefore.on(where)  # before fn changes them
+        before = _bytes_before(storages_of(_tensors(held), where), where)
         above = _profiled(fn, where)
-        start = arenas.bytes_with(storages)
+        start = before()
         return MeasuredPeak(start + above, start, above, str(where))
     torch.cuda.synchronize(where)
     start, reserved = torch.cuda.memory_allocated(where), torch.cuda.memory_reserved(where)
@@ -167,17 +158,8 @@ def held_bytes(*things: Any, device: DeviceLike = None) -> int:
     with their gradient, tensors of subclasses with their parts. With ``device``, only what lives
     there. Host memory of `fxremat.runtime` is left out.
     """
-    return sum(_storages(things, None if device is None else torch.device(device)).values())
-
-
-def _storages(things: Iterable[Any], device: torch.device | None) -> dict[int, int]:
-    """Bytes of the storages by their addresses."""
-    sizes: dict[int, int] = {}
-    for tensor in (part for each in _tensors(things) for part in plain_tensors(each)):
-        if not is_host(tensor) if device is None else is_on(tensor, device):
-            storage = tensor.untyped_storage()
-            sizes[storage.data_ptr()] = storage.nbytes()
-    return sizes
+    where = None if device is None else torch.device(device)
+    return sum(storages_of(_tensors(things), where).values())
 
 
 def _tensors(thing: Any) -> Iterator[torch.Tensor]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -29,7 +29,7 @@ from fxremat.compat.tensors import (
 )
 from fxremat.core.constants import STEPPED_ALIKE
 from fxremat.errors import NotTraceable
-from fxremat.memory.allocator_settings import MIN_BLOCK_BYTES, round_up
+from fxremat.memory.allocator_settings import in_blocks
 from fxremat.memory.storages import Meter, MeteredStorage, storages_of
 from fxremat.runtime.host_memory import is_on
 
@@ -45,14 +45,6 @@ class Held:
     step: int = 0
 
 
-def _nothing(weight: torch.Tensor) -> Held:
-    return Held(0)
-
-
-def _one(weight: torch.Tensor) -> Held:
-    return Held(_bytes(weight))
-
-
 def _adam(weight: torch.Tensor) -> Held:
     return Held(2 * _bytes(weight), _bytes(weight))
 
@@ -64,11 +56,11 @@ def _master(weight: torch.Tensor) -> Held:
 
 
 def _adafactor(weight: torch.Tensor) -> Held:
-    shape = tuple(weight.shape)
-    if len(shape) < 2:
-        return Held(weight.numel() * _FLOAT, weight.numel() * _FLOAT)
-    others = prod(shape[:-2])
-    return Held(others * (shape[-2] + shape[-1]) * _FLOAT, weight.numel() * _FLOAT)
+    full = weight.numel() * _FLOAT
+    if weight.dim() < 2:
+        return Held(full, full)
+    *others, rows, columns = weight.shape
+    return Held(prod(others) * (rows + columns) * _FLOAT, full)
 
 
 def _eight_bits(weight: torch.Tensor) -> Held:
@@ -79,9 +71,9 @@ def _eight_bits(weight: torch.Tensor) -> Held:
 
 
 OPTIMIZERS: Mapping[str, Callable[[torch.Tensor], Held]] = {
-    "none": _nothing,
-    "sgd": _nothing,
-    "sgd-momentum": _one,
+    "none": lambda weight: Held(0),
+    "sgd": lambda weight: Held(0),
+    "sgd-momentum": lambda weight: Held(_bytes(weight)),
     "adam": _adam,
     "adamw": _adam,
     "adamw-master": _master,
@@ -127,9 +119,7 @@ def held_after_a_step(optimizer: Optimizer) -> Held:
     with the weights where it goes through all of them at once, and does not where it goes through
     one after the other; whether it does is seen in a second step of fewer weights.
 
-    Parameters, states and what is registered with the optimizer stay as they are. Of parameters
-    that ranks share, this rank's parts count. Raises `NotTraceable` where the step needs kernels
-    that do not run without data.
+    What stays as it is, and what is raised, is that of `optimizer_state_bytes`.
     """
     try:
         return _after_a_step(optimizer)
@@ -146,10 +136,6 @@ class _Weight:
     number: int
     stands_for: int = 1
     stand_in: Any = None
-
-    @property
-    def nbytes(self) -> int:
-        return self.real.numel() * self.real.element_size()
 
 
 def _weights_of(optimizer: Optimizer) -> list[list[_Weight]]:
@@ -184,8 +170,8 @@ def _after_a_step(optimizer: Optimizer) -> Held:
         stepping.step(STEPPED_ALIKE)
         states = stepping.states()
         most, fewer = stepping.step(STEPPED_ALIKE), stepping.step(STEPPED_ALIKE - 1)
-    added = sum(one.nbytes for one in weights if one.number == STEPPED_ALIKE)
-    missing = sum((one.stands_for - 1) * one.nbytes for one in weights)
+    added = sum(_bytes(one.real) for one in weights if one.number == STEPPED_ALIKE)
+    missing = sum((one.stands_for - 1) * _bytes(one.real) for one in weights)
     return Held(states, most + ((most - fewer) * missing // added if added else 0))
 
 
@@ -251,9 +237,8 @@ class _Stepping:
         for leaf in pytree.tree_leaves(values):
             for part in plain_tensors(leaf):
                 if part.device in self.devices:
-                    block = MIN_BLOCK_BYTES if part.device.type == "cuda" else 1
                     nbytes = part.untyped_storage().nbytes()
-                    found[storage_key(part)] = round_up(nbytes, block)
+                    found[storage_key(part)] = in_blocks(nbytes, part.device)
         return found
 
 
@@ -310,35 +295,35 @@ def optimizer_memory(
         return OptimizerMemory()
     trained = [one for one in {id(x): x for x in weights}.values() if one.requires_grad]
     with apart_from_tracing():
-        if not isinstance(asked, str):
-            return _sum_of([_memory(one, device) for one in _optimizers(asked, trained)])
-        own = _parts_on(device, trained)
-        held = held_by(asked, own)
-        return OptimizerMemory(held.states, held.states, held.step, 2 * sum(map(_size, own)))
+        if isinstance(asked, str):
+            own = _parts_on(device, trained)
+            held = held_by(asked, own)
+            return OptimizerMemory(held.states, held.states, held.step, 2 * sum(map(_size, own)))
+        each = [_memory(one, device) for one in _optimizers(asked, trained)]
+        return OptimizerMemory(  # they step one after the other
+            sum(one.states for one in each),
+            sum(one.missing for one in each),
+            max((one.step for one in each), default=0),
+            sum(one.trained for one in each),
+        )
 
 
 def _optimizers(
     asked: Callable[[Any], Optimizer] | ref[Optimizer] | None, weights: Sequence[torch.Tensor]
 ) -> list[Optimizer]:
-    """The one that is asked for, or those that hold some of the weights."""
-    if asked is None:
-        return list(_holding(weights))
-    made: Any = asked() if isinstance(asked, ref) else asked(weights) if weights else None
-    if made is None:
-        return []
-    return wrapped_by(made) or [made]
-
-
-def _holding(weights: Iterable[torch.Tensor]) -> Iterator[Optimizer]:
-    """The live optimizers that step for weights for which no newer one does."""
-    left = {id(weight) for weight in weights}
-    for one in live_optimizers():
-        if not left:
-            return
+    """The one that is asked for, or those that step for weights for which no newer one does."""
+    if asked is not None:
+        made: Any = asked() if isinstance(asked, ref) else asked(weights) if weights else None
+        return [] if made is None else wrapped_by(made) or [made]
+    left, found = {id(weight) for weight in weights}, []
+    for one in live_optimizers() if left else ():
         own = {id(weight) for group in one.param_groups for weight in group["params"]}
         if own & left:
             left -= own
-            yield one
+            found.append(one)
+        if not left:
+            break
+    return found
 
 
 _KNOWN: WeakKeyDictionary[Optimizer, tuple[Any, Held]] = WeakKeyDictionary()
@@ -368,7 +353,7 @@ def _guessed(optimizer: Optimizer, weights: Sequence[torch.Tensor], error: NotTr
         "much (optimizer='adamw'), or hold memory back for it (reserve).",
         error,
     )
-    return Held(sum(_states_there(optimizer, weights[0].device).values()) if weights else 0)
+    return Held(_states_there(optimizer, weights[0].device) if weights else 0)
 
 
 def _memory(optimizer: Optimizer, device: torch.device) -> OptimizerMemory:
@@ -376,12 +361,11 @@ def _memory(optimizer: Optimizer, device: torch.device) -> OptimizerMemory:
     if not own:
         return OptimizerMemory()
     held = _held(optimizer)
-    there = sum(_states_there(optimizer, device).values())
     sizes = list(map(_size, own))
     # A single weight may step in the backward, in which its gradient goes before others come.
     gradients = sum(sizes) if len(sizes) > 1 else 0
     step = held.step + (0 if gradients else sizes[0])
-    missing = max(0, held.states - there)
+    missing = max(0, held.states - _states_there(optimizer, device))
     return OptimizerMemory(held.states, missing, step, sum(sizes) + gradients)
 
 
@@ -391,25 +375,11 @@ def _parts_on(device: torch.device, weights: Iterable[torch.Tensor]) -> list[tor
     return [part for part in parts if is_on(part, device)]
 
 
-def _sum_of(each: Sequence[OptimizerMemory]) -> OptimizerMemory:
-    """They hold their states together, and step one after the other."""
-    return OptimizerMemory(
-        sum(one.states for one in each),
-        sum(one.missing for one in each),
-        max((one.step for one in each), default=0),
-        sum(one.trained for one in each),
-    )
-
-
-def _states_there(optimizer: Optimizer, device: torch.device) -> dict[int, int]:
-    """Storages of states that there are already, with what an allocator takes for them."""
+def _states_there(optimizer: Optimizer, device: torch.device) -> int:
+    """What an allocator takes for states that there are already."""
     leaves = pytree.tree_leaves([dict(one) for one in dict(optimizer.state).values()])
-    tensors = [x for x in leaves if isinstance(x, torch.Tensor) and is_on(x, device)]
-    parts = [part for tensor in tensors for part in plain_tensors(tensor)]
-    block = MIN_BLOCK_BYTES if device.type == "cuda" else 1
-    return {key: round_up(n, block) for key, n in storages_of(parts, device).items()}
+    return sum(in_blocks(n, device) for n in storages_of(leaves, device).values())
 
 
 def _size(weight: torch.Tensor) -> int:
-    block = MIN_BLOCK_BYTES if weight.device.type == "cuda" else 1
-    return round_up(weight.numel() * weight.element_size(), block)
+    return in_blocks(_bytes(weight), weight.device)

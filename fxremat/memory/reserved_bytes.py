@@ -9,7 +9,7 @@ stream to another, so the graphs' own pool is a stream of its own there.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 from types import MappingProxyType
 
@@ -55,32 +55,29 @@ class CommonPool:
     weights: Sequence[int] = ()
     states: int = 0
     step: int = 0
-    _names: Iterator[int] = field(default_factory=count, compare=False)
 
     def reserved(self, settings: AllocatorSettings) -> int:
         """The most that is reserved."""
         return self.others + replay(list(self._events()), settings).peak_reserved_bytes
 
     def _events(self) -> Iterator[Event]:
-        yield from self._held(self.inputs)
-        yield from self._held(self.workspaces)
-        yield from self._made([self.tuning])
-        yield from self._held(self._like_weights(self.states))
-        yield from self._made(self._like_weights(self.step))
+        names = count()
+
+        def held(sizes: Iterable[int]) -> list[Allocate]:
+            return [Allocate(f"{next(names)}", nbytes) for nbytes in sizes]
+
+        yield from held([*self.inputs, *self.workspaces])
+        yield from (tuning := held([self.tuning]))
+        yield from (Free(one.name) for one in tuning)
+        yield from held(self._like_weights(self.states))
+        yield from (step := held(self._like_weights(self.step)))
+        yield from (Free(one.name) for one in step)
 
     def _like_weights(self, nbytes: int) -> list[int]:
         """So many bytes in blocks as large as the weights, as often as that goes; else in one."""
         whole = sum(self.weights)
         times, rest = divmod(nbytes, whole) if whole else (0, nbytes)
         return [*(one for one in self.weights for _ in range(times)), rest]
-
-    def _held(self, sizes: Sequence[int]) -> Iterator[Event]:
-        yield from (Allocate(f"{next(self._names)}", nbytes) for nbytes in sizes)
-
-    def _made(self, sizes: Sequence[int]) -> Iterator[Event]:
-        made = list(self._held(sizes))
-        yield from made
-        yield from (Free(one.name) for one in made if isinstance(one, Allocate))
 
 
 ALONE: Order = ((0, "forward"), (0, "backward"))
@@ -134,20 +131,16 @@ def reserved(
 
 
 def reserved_by_run(
-    events: Sequence[Event],
-    run: RunEvents,
-    settings: AllocatorSettings,
-    held_bytes: int,
+    events: Sequence[Event], run: RunEvents, settings: AllocatorSettings, held_bytes: int
 ) -> Reserved:
     """What one run of a graph reserves; ``events`` are those of its step, with what is resident.
 
     Of the pool that all share it is known what that reserves: ``held_bytes`` and what is resident.
     """
     found = arrange([run], ALONE, "cuda", settings=settings)
-    there = with_second_gradients(events, run)
-    marked = [where(event, found.placed[0]) for event in there if not is_resident(event)]
+    there = (one for one in with_second_gradients(events, run) if not is_resident(one))
     beside = held_bytes + sum(event.nbytes for event in events if is_resident(event))
-    loop = loop_of(without_arena(marked), seconds(run))
+    loop = loop_of(without_arena(where(there, found.placed[0])), seconds(run))
     pools = _pools(loop, settings, found.layout.pool_bytes)
     return Reserved(pools, found.layout, beside, _asked(loop))
 

@@ -68,14 +68,6 @@ def held(slots: Iterable[Slot]) -> list[Slot]:
     ]
 
 
-def take_alike(slots: list[Slot], tensor: torch.Tensor) -> Slot | None:
-    """The first slot for tensors of this type and size, which is taken off; None for none."""
-    for k, slot in enumerate(slots):
-        if slot.base.dtype == tensor.dtype and slot.base.nbytes == tensor.nbytes:
-            return slots.pop(k)
-    return None
-
-
 class Group:
     """Slots that are looked at together, which takes half the time where nobody holds any."""
 

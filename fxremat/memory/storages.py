@@ -11,21 +11,21 @@ import torch
 from fxremat.compat.backward import saved_by
 from fxremat.compat.tensors import is_fake, plain_tensors, storage_key
 from fxremat.core.events import Allocate, Free
-from fxremat.runtime.host_memory import is_on
+from fxremat.runtime.host_memory import is_host, is_on
 
 Storages = dict[int, int]
 """Bytes by address."""
 
 
-def storages_of(values: Iterable[object], device: torch.device) -> Storages:
-    """The storages that the tensors among ``values`` have on the device."""
-    sizes: Storages = {}
-    for value in values:
-        for tensor in plain_tensors(value):
-            if not is_fake(tensor) and is_on(tensor, device):
-                storage = tensor.untyped_storage()
-                sizes[storage.data_ptr()] = storage.nbytes()
-    return sizes
+def storages_of(values: Iterable[object], device: torch.device | None) -> Storages:
+    """The storages that the tensors among ``values`` have on the device; None: not in host memory.
+
+    Sparse tensors, and those of subclasses, count with their parts.
+    """
+    real = (one for value in values for one in plain_tensors(value) if not is_fake(one))
+    found = (one for one in real if (not is_host(one) if device is None else is_on(one, device)))
+    storages = (one.untyped_storage() for one in found)
+    return {storage.data_ptr(): storage.nbytes() for storage in storages}
 
 
 def with_gradients(values: Iterable[object], device: torch.device) -> Storages:

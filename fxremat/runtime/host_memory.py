@@ -19,6 +19,7 @@ from weakref import WeakSet
 
 import torch
 
+from fxremat.core import layout
 from fxremat.errors import HostMemoryExceeded, InvalidOption
 
 
@@ -145,10 +146,7 @@ def check_copyable(x: torch.Tensor) -> None:
 
 def extent(x: torch.Tensor) -> int:
     """Elements from the first to the last in memory, 0 if there is none."""
-    if x.numel() == 0:
-        return 0
-    sizes = zip(x.size(), x.stride(), strict=True)
-    return 1 + sum((size - 1) * stride for size, stride in sizes)
+    return layout.extent(x.size(), x.stride())
 
 
 def size_of_extent(x: torch.Tensor) -> int:

@@ -22,12 +22,16 @@ def repeated_blocks(model: object) -> list[nn.Module]:
 
 
 def _list_of_blocks(model: object) -> Blocks | None:
-    return max(_lists(model), key=lambda one: _weights(list(one)), default=None)
+    def weights(blocks: Blocks) -> int:
+        return sum(weight.numel() for block in blocks for weight in block.parameters())
+
+    return max(_lists(model), key=weights, default=None)
 
 
 def _lists(model: object) -> list[Blocks]:
     """The lists of two modules and more, all of one class."""
-    lists = (m for m in _modules(model) if isinstance(m, (nn.ModuleList, nn.Sequential)))
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    lists = (m for m in modules if isinstance(m, (nn.ModuleList, nn.Sequential)))
     return [one for one in lists if len(one) > 1 and len(set(map(type, one))) == 1]
 
 
@@ -37,14 +41,6 @@ def _outermost_blocks(model: object) -> list[nn.Module]:
     inside = {id(m) for one in lists for block in one for m in block.modules()}
     found = (block for one in lists if id(one) not in inside for block in one)
     return list(dict.fromkeys(found))
-
-
-def _modules(model: object) -> Iterator[nn.Module]:
-    return model.modules() if isinstance(model, nn.Module) else iter(())
-
-
-def _weights(blocks: list[nn.Module]) -> int:
-    return sum(weight.numel() for block in blocks for weight in block.parameters())
 
 
 @contextmanager

@@ -59,7 +59,14 @@ def restore(model: Model) -> Model:
     """Undo `place`: the parameters of ``model`` on the device, its modules what they were."""
     for module in model.modules():
         if _is_offloaded(module):
-            _restore_module(module)
+            device, names = module.fxremat_device, module.fxremat_names
+            plain: Any = module.fxremat_plain
+            module.__class__ = plain
+            del module.fxremat_device
+            for name in names:
+                parameter = module._parameters.get(name)
+                if parameter is not None and device is not None:
+                    _to_device(parameter, device)
     return model
 
 
@@ -185,21 +192,14 @@ def _class_for(plain: type[nn.Module], names: tuple[str, ...]) -> type[_Offloade
 
     One for all modules alike, so that code compiled for one block of a model serves them all.
     """
-    for made in plain.__subclasses__():
-        if vars(made).get("fxremat_names") == names:
-            return cast("type[_Offloaded]", made)
-    return _make_class(plain, names)
-
-
-def _make_class(plain: type[nn.Module], names: tuple[str, ...]) -> type[_Offloaded]:
+    for known in plain.__subclasses__():
+        if vars(known).get("fxremat_names") == names:
+            return cast("type[_Offloaded]", known)
     members: dict[str, Any] = {name: property(_reader(name)) for name in names}
     members |= {"fxremat_plain": plain, "fxremat_names": names, "forward": _entering(plain)}
     members |= {"__module__": plain.__module__, "__qualname__": plain.__qualname__}
-    bases = (_Offloaded, plain)
-    made: type[_Offloaded] = types.new_class(
-        plain.__name__, bases, {}, lambda it: it.update(members)
-    )
-    return made
+    made = types.new_class(plain.__name__, (_Offloaded, plain), {}, lambda it: it.update(members))
+    return cast("type[_Offloaded]", made)
 
 
 def _reader(name: str) -> Callable[[_Offloaded], Any]:
@@ -247,39 +247,18 @@ def _offload_module(module: nn.Module, moving: Set[int], device: torch.device) -
     A forward that is an attribute of the module itself, as ``torch.compile(model)`` has one, only
     calls those of modules below.
     """
-    names = _own(module, moving)
-    if _is_offloaded(module):
-        names = tuple(n for n in module._parameters if n in {*names, *module.fxremat_names})
-        _change_class(module, module.fxremat_plain, names, device)
-    elif names or (_has_forward(module) and any(id(p) in moving for p in module.parameters())):
-        _change_class(module, type(module), names, device)
-
-
-def _has_forward(module: nn.Module) -> bool:
-    return type(module).forward is not nn.Module.forward and "forward" not in vars(module)
-
-
-def _change_class(
-    module: Any, plain: type[nn.Module], names: tuple[str, ...], device: torch.device
-) -> None:
-    module.__class__ = _class_for(plain, names)
-    module.fxremat_device = device
-
-
-def _own(module: nn.Module, moving: Set[int]) -> tuple[str, ...]:
     own = module.named_parameters(recurse=False, remove_duplicate=False)
-    return tuple(name for name, parameter in own if id(parameter) in moving)
-
-
-def _restore_module(module: Any) -> None:
-    device = module.fxremat_device
-    names = module.fxremat_names
-    module.__class__ = module.fxremat_plain
-    del module.fxremat_device
-    for name in names:
-        parameter = module._parameters.get(name)
-        if parameter is not None:
-            _to_device(parameter, device)
+    names, plain = [name for name, parameter in own if id(parameter) in moving], type(module)
+    if _is_offloaded(module):
+        plain = module.fxremat_plain
+        names = [n for n in module._parameters if n in {*names, *module.fxremat_names}]
+    elif not names:
+        has_forward = plain.forward is not nn.Module.forward and "forward" not in vars(module)
+        if not (has_forward and any(id(p) in moving for p in module.parameters())):
+            return
+    changed: Any = module
+    changed.__class__ = _class_for(plain, tuple(names))
+    changed.fxremat_device = device
 
 
 # --- where data is -----------------------------------------------------------------------
@@ -338,36 +317,20 @@ def _places(model: nn.Module) -> Iterator[_Place]:
             yield _Place(full, parameter, _why_unfit(module, parameter))
 
 
-_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
-
-_UNFIT: tuple[tuple[str, Callable[[nn.Module, nn.Parameter], bool]], ...] = (
-    (
-        "keeps its weights in a list of its own, past which none of them is read",
-        lambda module, parameter: isinstance(module, nn.RNNBase),
-    ),
-    (
-        "writes its weights in the forward, because of max_norm",
-        lambda module, parameter: isinstance(module, _EMBEDDINGS) and module.max_norm is not None,
-    ),
-    (
-        "has sparse gradients",
-        lambda module, parameter: isinstance(module, _EMBEDDINGS) and module.sparse,
-    ),
-    (
-        "has parameters that are no plain dense tensors",
-        lambda module, parameter: (
-            type(parameter.data) is not torch.Tensor or parameter.layout != torch.strided
-        ),
-    ),
-)
-
-
 def _why_unfit(module: nn.Module, parameter: nn.Parameter) -> str | None:
     """Why this parameter of ``module`` cannot be in host memory, None if it can."""
-    for reason, applies in _UNFIT:
-        if applies(module, parameter):
-            return f"{type(module).__name__} {reason}"
-    return None
+    embeds = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+    if isinstance(module, nn.RNNBase):
+        reason = "keeps its weights in a list of its own, past which none of them is read"
+    elif embeds and module.max_norm is not None:
+        reason = "writes its weights in the forward, because of max_norm"
+    elif embeds and module.sparse:
+        reason = "has sparse gradients"
+    elif type(parameter.data) is not torch.Tensor or parameter.layout != torch.strided:
+        reason = "has parameters that are no plain dense tensors"
+    else:
+        return None
+    return f"{type(module).__name__} {reason}"
 
 
 def _no_weights(pattern: str, reasons: list[str], places: list[_Place]) -> InvalidOption:

@@ -14,7 +14,6 @@ from torch.utils import _pytree as pytree
 
 from fxremat import runtime
 from fxremat.compat.inductor.generated_code import Generated, load_without_kernels
-from fxremat.compat.sizes import size_bound
 from fxremat.compat.tensors import Watching, storage_key, storage_watch
 from fxremat.core.events import Allocate, Event, Free
 from fxremat.core.layout import CodeBuffer
@@ -238,7 +237,7 @@ class CodeMeter(Meter[_Buffer]):
         """
         if self.device != "cuda" or op not in kernels.IMPLEMENTATIONS:
             return None
-        key = call_key(op, args, kwargs, size_bound)
+        key = call_key(op, args, kwargs)
         if key not in self.known_calls:
             meter = CodeMeter(device=self.device, workspace=self.workspace)
             self.known_calls[key] = meter.inside(op, args, kwargs)
