@@ -38,13 +38,12 @@ from fxremat.core.problem import Change, Op, Problem, Value, Variant
 from fxremat.core.variants import take
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.indexed_problem import INPUT, IndexedProblem, build_model, live_bytes
-from fxremat.planner.published.chain import last_reads, turns
+from fxremat.planner.published.chain import block_of_each_op, last_reads, turns
 from fxremat.planner.published.parts import (
     Part,
     Steps,
     makers,
     most_alive,
-    never_rising,
     read_later,
 )
 from fxremat.planner.variants.all_variants import combine
@@ -69,9 +68,7 @@ class Decomposition:
     def cut(model: IndexedProblem, turn: int, starts: Iterable[int]) -> Decomposition:
         """The clusters that begin at op 0 and at these ops of the forward part."""
         firsts = [0, *starts]
-        of_op = np.searchsorted(firsts, np.arange(turn + 1), side="right") - 1
-        owners = _owners(model, turn, of_op, len(firsts))
-        whose = [int(c) for c in of_op] + owners
+        whose = block_of_each_op(model, turn, firsts)
         readers: list[set[int]] = [set() for _ in model.bytes]
         for op, reads in enumerate(model.reads):
             for value in reads:
@@ -84,7 +81,7 @@ class Decomposition:
                 (local if alone else makes)[whose[op]].add(value)
         clusters = []
         for c, (start, stop) in enumerate(pairwise((*firsts, turn + 1))):
-            ops = [turn + 1 + k for k, owner in enumerate(owners) if owner == c]
+            ops = [op for op in range(turn + 1, model.n) if whose[op] == c]
             backward = range(ops[0], ops[-1] + 1) if ops else range(model.n, model.n)
             clusters.append(_part(model, range(start, stop), backward, (local[c], makes[c])))
         return Decomposition(model, turn, tuple(clusters), tuple(map(frozenset, makes)))
@@ -122,26 +119,6 @@ def turn_of(model: IndexedProblem) -> int:
     while turn > 0 and not any(model.evictable(value) for value in model.writes[turn]):
         turn -= 1
     return turn
-
-
-def _owners(model: IndexedProblem, turn: int, of_op: npt.NDArray[np.intp], count: int) -> list[int]:
-    """The cluster of each backward op: never rising, with the fewest bytes read out of place.
-
-    Where several will do an op stays with the higher cluster, so that the next is needed late.
-    """
-    near: dict[int, set[int]] = {}
-    for op in range(turn + 1):
-        for value in (*model.reads[op], *model.writes[op]):
-            if model.evictable(value):
-                near.setdefault(value, set()).add(int(of_op[op]))
-    costs: list[npt.NDArray[np.float64]] = []
-    for op in range(turn + 1, model.n):
-        cost = np.zeros(count)
-        for value in model.reads[op]:
-            for cluster in near.get(value, ()):
-                cost[cluster] -= model.bytes[value]
-        costs.append(cost)
-    return never_rising(costs, count)
 
 
 # -- where to cut ----------------------------------------------------------------------------

@@ -13,9 +13,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import repeat
 
-import numpy as np
-import numpy.typing as npt
-
 from fxremat.core.problem import Op, Phase, Problem, Value
 from fxremat.planner import constants
 from fxremat.planner.deadline import Deadline
@@ -169,35 +166,23 @@ def makers(
     return tuple(reversed(found))
 
 
-def never_rising(costs: Sequence[npt.NDArray[np.float64]], count: int) -> list[int]:
-    """One of ``count`` places for each row of costs, never a higher one than before, at least cost.
-
-    Where several will do a row stays with the higher place.
-    """
-    best: list[npt.NDArray[np.float64]] = []
-    from_above = np.zeros(count)
-    for cost in costs:
-        best.append(cost + from_above)
-        from_above = np.minimum.accumulate(best[-1][::-1])[::-1]
-    places: list[int] = []
-    low = 0
-    for row in reversed(best):
-        low = count - 1 - int(row[low:][::-1].argmin())
-        places.append(low)
-    return places[::-1]
-
-
 def most_alive(model: IndexedProblem, steps: Sequence[int], keep: frozenset[int]) -> int:
     """Bytes at the worst step, of what the steps touch; values in ``keep`` stay to the end."""
     touched = frozenset(v for op in steps for v in (*model.reads[op], *model.writes[op]))
-    worst = 0
-    for op, alive, gone in backwards(model, steps, touched, keep):
-        over = dict[int, int]()
-        for read, write in model.inplace[op]:
-            if read in gone and write not in over:
-                over[write] = min(model.bytes[read], model.bytes[write])
-        worst = max(worst, alive - sum(over.values()))
-    return worst
+    back = backwards(model, steps, touched, keep)
+    used = (alive - overtaken(model, op, gone, {*model.writes[op]}) for op, alive, gone in back)
+    return max(used, default=0)
+
+
+def overtaken(model: IndexedProblem, op: int, ends: Iterable[int], begins: Iterable[int]) -> int:
+    """Bytes that the op writes in place: of values that end there, over by those that begin."""
+    ends, begins, saved = {*ends}, {*begins}, 0
+    for read, write in model.inplace[op]:
+        if read in ends and write in begins:
+            ends.remove(read)
+            begins.remove(write)
+            saved += min(model.bytes[read], model.bytes[write])
+    return saved
 
 
 def backwards(
