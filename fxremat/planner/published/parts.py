@@ -19,6 +19,7 @@ from fxremat.planner.deadline import Deadline
 from fxremat.planner.indexed_problem import IndexedProblem, build_model
 from fxremat.planner.local.editable_schedule import descend_from_store_all
 from fxremat.planner.local.stage_schedule import ParetoFront, steps_of
+from fxremat.planner.plans import not_beaten
 
 PAUSE = "pause"
 Steps = tuple[int, ...]
@@ -88,13 +89,16 @@ class Part:
 
     def schedules(
         self,
-        whole: int,
+        values: Iterable[int],
         may_rerun: Callable[[int], bool],
         deadline: Deadline,
         improve: Callable[[ParetoFront], None] = lambda front: None,
     ) -> Iterator[Steps]:
-        """What evictions find for the part alone, with pauses of up to ``whole``."""
+        """What evictions find for the part alone, with pauses that need up to all the values."""
         ops = (*self.forward, -1, *self.backward)
+        whole = sum(self.model.bytes[v] for v in values) + max(
+            self.model.own_bytes[op] for op in self.ops
+        )
         for pause in constants.HALVES:
             if not deadline.running():
                 return
@@ -143,6 +147,14 @@ class PartPlans:
             self.found[part.shape] = [tuple(place[op] for op in steps) for steps in search()]
         moved = [tuple(ops[k] for k in steps) for steps in self.found.get(part.shape, ())]
         return list(dict.fromkeys([tuple(part.backward), *moved]))
+
+
+def worth_a_choice(
+    options: Iterable[Steps], figures: Callable[[Steps], Sequence[float]], most: int
+) -> list[Steps]:
+    """The options that no other beats in all figures, and only so many of them."""
+    distinct = list(dict.fromkeys(options))
+    return [distinct[k] for k in not_beaten([figures(option) for option in distinct], most)]
 
 
 def read_later(model: IndexedProblem, steps: Sequence[int]) -> frozenset[int]:

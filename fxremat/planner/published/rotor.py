@@ -26,7 +26,7 @@ A row over all m is one array operation. The table gives the best plan of every 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -222,16 +222,10 @@ def store_all_bytes(costs: Sequence[BlockCost]) -> int:
     return worst
 
 
-@dataclass(frozen=True)
-class PlanFront:
-    """Plans that no other beats in both peak and time, by rising time."""
-
-    plans: tuple[Plan, ...]
-
-    def choose(self, budget_bytes: int | None) -> Plan:
-        """Least time within the budget, or least peak where nothing fits."""
-        fits = (p for p in self.plans if budget_bytes is None or p.peak_bytes <= budget_bytes)
-        return replace(next(fits, self.plans[-1]), budget_bytes=budget_bytes)
+def choose(front: Sequence[Plan], budget_bytes: int | None) -> Plan:
+    """The plan of least time within the budget, or of least peak; the front is by rising time."""
+    fits = (p for p in front if budget_bytes is None or p.peak_bytes <= budget_bytes)
+    return replace(next(fits, front[-1]), budget_bytes=budget_bytes)
 
 
 def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) -> Plan:
@@ -239,12 +233,12 @@ def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) ->
 
     Raises `NotAChain` for a problem that is not a chain of blocks.
     """
-    return whole_front(problem, options).choose(budget_bytes)
+    return choose(whole_front(problem, options), budget_bytes)
 
 
 @remembered
-def whole_front(problem: Problem, options: SolverOptions) -> PlanFront:
-    """The plans of a problem, remembered for the last few problems."""
+def whole_front(problem: Problem, options: SolverOptions) -> tuple[Plan, ...]:
+    """Plans that no other beats in both peak and time, remembered for the last few problems."""
     deadline = Deadline(options.time_limit_s)
     chain = coarser(find_chain(problem), constants.MOST_BLOCKS)
     schedules = chain_schedules(chain, [[store_all(block)] for block in chain.blocks], deadline)
@@ -269,11 +263,11 @@ def chain_schedules(
 
 def best_plans(
     problem: Problem, schedules: Iterable[tuple[str, ...]], name: str, deadline: Deadline
-) -> PlanFront:
-    """Replay the schedules and store-all, and keep what nothing else beats."""
+) -> tuple[Plan, ...]:
+    """Replay the schedules and store-all, and keep what nothing else beats, by rising time."""
     plans = [make_plan(problem, steps, name) for steps in (problem.base_steps(), *schedules)]
     best = not_beaten([(plan.time_us, plan.peak_bytes) for plan in plans])
-    return PlanFront(tuple(replace(plans[k], seconds=deadline.seconds()) for k in best))
+    return tuple(replace(plans[k], seconds=deadline.seconds()) for k in best)
 
 
 def coarser(chain: Chain, most: int) -> Chain:
