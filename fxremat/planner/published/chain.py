@@ -245,7 +245,8 @@ def _build(model: IndexedProblem, turn: int, cuts: Sequence[int]) -> Chain:
         Block(
             range(start, stop),
             backward[k],
-            *through[k : k + 2],
+            through[k],
+            through[k + 1],
             frozenset(local[k]),
             frozenset(local[k] & early),
         )
