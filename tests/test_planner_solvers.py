@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from fxremat.core.check import check
 from fxremat.core.constants import MEASURABLE
 from fxremat.core.plan import Plan
-from fxremat.core.problem import Op, Problem, Value, validate
+from fxremat.core.problem import Op, Problem, Value
 from fxremat.core.timeline import replay
 from fxremat.planner import SOLVERS, SolverOptions, auto, front, solve
 from fxremat.planner.indexed_problem import build_model, peak_bound
@@ -175,26 +175,6 @@ def test_monotone_in_the_budget(problem: Problem) -> None:
         assert smaller.time_us >= larger.time_us
     for plan in (*chosen, *others):
         assert fits(plan) or plan.peak_bytes == plans[-1].peak_bytes
-
-
-def test_inplace_values_share_their_bytes() -> None:
-    """``b`` takes over ``a`` where ``a`` dies there; computing ``a`` again makes that so."""
-    problem = validate(
-        Problem(
-            "inplace",
-            (Value("a", 8), Value("b", 8), Value("c", 1)),
-            (
-                Op("a", (), ("a",), 1.0),
-                Op("b", ("a",), ("b",), 1.0, inplace=(("a", "b"),)),
-                Op("c", ("b",), ("c",), 1.0),
-                Op("d", ("a", "c"), (), 1.0),
-            ),
-        )
-    )
-    assert solve(problem, None).peak_bytes == 17
-    plan = solve(problem, 9)
-    assert plan.steps == ("a", "b", "c", "a", "d")
-    assert plan.peak_bytes == 9 == plan.peak_bound_bytes
 
 
 def test_nothing_to_plan() -> None:

@@ -39,13 +39,7 @@ from fxremat.core.variants import take
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.indexed_problem import INPUT, IndexedProblem, build_model, live_bytes
 from fxremat.planner.published.chain import block_of_each_op, last_reads, turns
-from fxremat.planner.published.parts import (
-    Part,
-    Steps,
-    makers,
-    most_alive,
-    read_later,
-)
+from fxremat.planner.published.parts import Part, Steps, makers, most_alive, read_later
 from fxremat.planner.variants.all_variants import combine
 from fxremat.planner.variants.choice_milp import ChoiceMilp
 from fxremat.planner.variants.choose_and_plan import runs_that_hold

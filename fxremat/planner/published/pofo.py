@@ -52,13 +52,7 @@ from fxremat.planner.published.chain import (
     find_chain,
 )
 from fxremat.planner.published.parts import PartPlans, Steps, read_later
-from fxremat.planner.published.pofo_table import (
-    REST,
-    SEND_AND_RECOMPUTE,
-    Decision,
-    Programme,
-    Ways,
-)
+from fxremat.planner.published.pofo_table import REST, SEND_AND_RECOMPUTE, Decision, Programme, Ways
 from fxremat.planner.published.rockmate import block_options
 from fxremat.planner.published.rotor import PAID, PAY, Table, coarser, grains
 from fxremat.planner.solvers import ProblemRefused, SolverOptions

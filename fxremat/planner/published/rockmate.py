@@ -33,13 +33,7 @@ from fxremat.planner.published.parts import (
     read_later,
     worth_a_choice,
 )
-from fxremat.planner.published.rotor import (
-    best_plans,
-    chain_schedules,
-    choose,
-    coarser,
-    grains,
-)
+from fxremat.planner.published.rotor import best_plans, chain_schedules, choose, coarser, grains
 from fxremat.planner.solvers import SolverOptions
 
 NAME = "rockmate"
