@@ -32,38 +32,34 @@ from tests.strategies import problems, scheduled_problems
 # --- timeline -----------------------------------------------------------------------------
 
 
-def chain() -> Problem:
-    """x -> a -> b -> loss, and back: db reads a and b, da reads x and db."""
-    sizes = {"x": 1, "w": 100, "a": 10, "b": 20, "db": 4, "da": 2}
-    return Problem(
-        name="chain",
-        values=tuple(Value(name, size) for name, size in sizes.items()),
-        ops=(
-            Op("make_a", ("x", "w"), ("a",), 1.0),
-            Op("make_b", ("a",), ("b",), 2.0, workspace_bytes=5),
-            Op("make_db", ("a", "b"), ("db",), 4.0),
-            Op("make_da", ("x", "db"), ("da",), 8.0),
-        ),
-        inputs=("x",),
-        resident=("w",),
-        outputs=("da",),
-    )
+PROBLEM = Problem(
+    name="three",
+    values=(Value("x", 8), Value("a", 16), Value("b", 4), Value("c", 2)),
+    ops=(
+        Op("make_a", ("x",), ("a",), 1.0),
+        Op("make_b", ("a",), ("b",), 2.0, workspace_bytes=3, repeatable=False),
+        Op("make_c", ("a", "b"), ("c",), 4.0),
+    ),
+    inputs=("x",),
+    outputs=("c",),
+)
+BASE = PROBLEM.base_steps()
 
 
 def test_bytes_of_every_step() -> None:
-    timeline = replay(chain(), chain().base_steps())
-    moments = ((10,), (10, 20, 5), (10, 20, 4), (4, 2))
-    assert timeline.live_bytes == tuple(100 + 1 + sum(moment) for moment in moments)
-    assert (timeline.peak_bytes, timeline.peak_step, timeline.time_us) == (136, 1, 15.0)
-    assert timeline.live_at(2) == ("w", "b", "a", "db", "x")  # the largest first
-    assert replay(chain(), ()).peak_bytes == 100
+    assert replay(PROBLEM, BASE).live_bytes == (8 + 16, 16 + 4 + 3, 16 + 4 + 2)
+    line = replay(moved_chain(), moved_chain().base_steps())
+    assert line.live_bytes == (110, 120, 124, 126, 113)
+    assert (line.peak_bytes, line.peak_step, line.time_us) == (126, 3, 16.0)
+    assert line.live_at(3) == ("w", "a", "b", "c", "db")  # the largest first
+    assert replay(moved_chain(), ()).peak_bytes == 100
 
 
 def test_intervals_of_every_copy() -> None:
-    timeline = replay(chain(), ("make_a", "make_b", "make_a", "make_db", "make_da"))
-    assert set(timeline.intervals) == {
-        Interval("x", 0, 5), Interval("a", 0, 2), Interval("a", 2, 4), Interval("b", 1, 4),
-        Interval("db", 3, 5), Interval("da", 4, 5),
+    line = replay(PROBLEM, ("make_a", "make_b", "make_a", "make_c"))
+    assert set(line.intervals) == {
+        Interval("x", 0, 3), Interval("a", 0, 2), Interval("a", 2, 4), Interval("b", 1, 4),
+        Interval("c", 3, 4),
     }  # fmt: skip
 
 
@@ -81,7 +77,7 @@ def test_outputs_stay_and_inputs_that_nobody_reads_go() -> None:
 
 def test_a_read_of_what_was_never_written() -> None:
     with pytest.raises(KeyError, match="reads a, which was never written"):
-        replay(chain(), ("make_b",))
+        replay(PROBLEM, ("make_b",))
 
 
 def overtaking(*pairs: tuple[str, str], outputs: tuple[str, ...] = ()) -> tuple[int, ...]:
@@ -131,20 +127,6 @@ def test_a_value_read_later_is_not_overtaken() -> None:
 
 
 # --- check --------------------------------------------------------------------------------
-
-
-PROBLEM = Problem(
-    name="three",
-    values=(Value("x", 8), Value("a", 16), Value("b", 4), Value("c", 2)),
-    ops=(
-        Op("make_a", ("x",), ("a",), 1.0),
-        Op("make_b", ("a",), ("b",), 2.0, workspace_bytes=3, repeatable=False),
-        Op("make_c", ("a", "b"), ("c",), 4.0),
-    ),
-    inputs=("x",),
-    outputs=("c",),
-)
-BASE = PROBLEM.base_steps()
 
 
 def kinds_of(problem: Problem, *steps: Step) -> list[str]:
