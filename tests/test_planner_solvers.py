@@ -287,7 +287,7 @@ def walk(problem: Problem, seed: int, count: int) -> None:
 
 
 @examples(25, suppress_health_check=list(HealthCheck))
-@given(problems(), st.integers(0, 1000))
+@given(problems().map(plain), st.integers(0, 1000))
 def test_the_profile_follows_every_change(problem: Problem, seed: int) -> None:
     walk(problem, seed, 12)
 
