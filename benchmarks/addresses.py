@@ -19,10 +19,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from fxremat.core.check_addresses import BadPlacement, check_placement
-from fxremat.core.layout import Buffer, live_peak
+from fxremat.core.layout import Buffer
 
 from .address_shapes import SHAPES
+from .check_addresses import BadPlacement, check_placement, live_peak
 from .placing import limits, place
 
 

@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fxremat.core.check_addresses import check_layout
 from fxremat.core.events import (
     Allocate,
     Event,
@@ -39,6 +38,7 @@ from fxremat.memory.allocator_settings import MIN_BLOCK_BYTES, round_up
 from fxremat.memory.composed_steps import loop_of
 from fxremat.memory.layout import ALIGNMENT_BYTES, arrange, in_sequence, least_pool
 
+from .check_addresses import check_layout
 from .rows import format_table, mib
 
 RESULTS = Path(__file__).parent / "results"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from fxremat.core.problem import Copies, Op, Problem, Value, Variant, validate
+from fxremat.core.problem import Copies, Op, Phase, Problem, Value, Variant, validate
 
+PHASED: tuple[Phase, Phase] = ("forward", "backward")
+UNPHASED: tuple[Phase, Phase] = ("any", "any")
 TEN_BYTES_PER_US = Copies(to_host=10.0, to_device=10.0)
 
 
@@ -25,11 +28,10 @@ def chain(
     count = len(sizes)
     values = [Value("x", grad), *(Value(f"y{k}", size) for k, size in enumerate(sizes))]
     values += [Value(f"g{k}", grad) for k in range(count + 1)]
-    ops = []
+    ops, (forward, _) = [], PHASED if phases else UNPHASED
     for k in range(count):
         read = f"y{k - 1}" if k else "x"
-        phase = "forward" if phases else "any"
-        ops.append(Op(f"f{k}", (read,), (f"y{k}",), times[k], 0, phase))  # type: ignore[arg-type]
+        ops.append(Op(f"f{k}", (read,), (f"y{k}",), times[k], 0, forward))
     last = f"y{count - 1}"
     ops.append(Op("loss", (last,), (f"g{count}",), 1.0, 0, "backward", False))
     for k in reversed(range(count)):
@@ -87,50 +89,35 @@ def skipping() -> Problem:
     return validate(Problem("skipping", tuple(values), tuple(ops), outputs=(f"v{4 * depth - 1}",)))
 
 
-def phased_chain(forward: int, nbytes: int = 4) -> Problem:
+def phased_chain(
+    count: int,
+    *,
+    nbytes: int = 4,
+    grad: int = 1,
+    times: Sequence[float] = (),
+    grad_us: float = 1.0,
+    phases: bool = True,
+) -> Problem:
     """A chain whose backward needs every forward value: y0..yn-1, then gn-1..g0."""
-    names = [f"y{k}" for k in range(forward)]
-    ops = [
-        Op(name, names[k - 1 : k] if k else (), (name,), 1.0, 0, "forward")  # type: ignore[arg-type]
-        for k, name in enumerate(names)
-    ]
-    grad: tuple[str, ...] = ()
-    values = [Value(name, nbytes) for name in names]
-    for k in reversed(range(forward)):
-        values.append(Value(f"g{k}", 1))
-        ops.append(Op(f"g{k}", (names[k], *grad), (f"g{k}",), 1.0, 0, "backward", False))
-        grad = (f"g{k}",)
-    ops = [Op(o.name, tuple(o.reads), o.writes, o.time_us, 0, o.phase, o.repeatable) for o in ops]
-    return validate(Problem("chain", tuple(values), tuple(ops), outputs=grad))
-
-
-def unphased_chain(forward: int, frozen: tuple[int, ...] = ()) -> Problem:
-    """y0..yn-1 of 4 bytes, then gn-1..g0 of 1 byte, each of which reads its y and the last g."""
-    values: list[Value] = []
-    ops: list[Op] = []
-    for k in range(forward):
-        reads = tuple(f"y{j}" for j in range(max(0, k - 1), k))
-        values.append(Value(f"y{k}", 4))
-        ops.append(Op(f"y{k}", reads, (f"y{k}",), 1.0, repeatable=k not in frozen))
-    for k in reversed(range(forward)):
-        reads = (f"y{k}", *(f"g{j}" for j in range(k + 1, min(k + 2, forward))))
-        values.append(Value(f"g{k}", 1))
-        ops.append(Op(f"g{k}", reads, (f"g{k}",), 1.0, repeatable=False))
+    values = [Value(f"y{k}", nbytes) for k in range(count)]
+    ops, (forward, backward) = list[Op](), PHASED if phases else UNPHASED
+    for k in range(count):
+        reads: tuple[str, ...] = (f"y{k - 1}",) if k else ()
+        ops.append(Op(f"y{k}", reads, (f"y{k}",), times[k] if times else 1.0, 0, forward))
+    for k in reversed(range(count)):
+        reads = (f"y{k}", f"g{k + 1}") if k + 1 < count else (f"y{k}",)
+        values.append(Value(f"g{k}", grad))
+        ops.append(Op(f"g{k}", reads, (f"g{k}",), grad_us, 0, backward, False))
     return validate(Problem("chain", tuple(values), tuple(ops), outputs=("g0",)))
 
 
-def growing_chain(length: int, size: int = 10) -> Problem:
-    """Forward ops f0.., backward ops that read what the forward made, last first."""
-    values, ops = [Value("x", size)], []
-    for k in range(length):
-        values.append(Value(f"a{k}", size))
-        read = f"a{k - 1}" if k else "x"
-        ops.append(Op(f"f{k}", (read,), (f"a{k}",), 1.0 + k, phase="forward"))
-    for k in reversed(range(length)):
-        values.append(Value(f"g{k}", size))
-        reads = (f"a{k}", f"g{k + 1}") if k + 1 < length else (f"a{k}",)
-        ops.append(Op(f"b{k}", reads, (f"g{k}",), 2.0, phase="backward", repeatable=False))
-    return validate(Problem("chain", tuple(values), tuple(ops), resident=("x",), outputs=("g0",)))
+def growing_chain(count: int) -> Problem:
+    """Forward ops that take longer and longer, the first of which reads a resident value."""
+    times = [1.0 + k for k in range(count)]
+    chain = phased_chain(count, nbytes=10, grad=10, times=times, grad_us=2.0)
+    ops = (replace(chain.ops[0], reads=("x",)), *chain.ops[1:])
+    values = (Value("x", 10), *chain.values)
+    return validate(replace(chain, values=values, ops=ops, resident=("x",)))
 
 
 def chain_with_copies(
@@ -147,9 +134,7 @@ def chain_with_copies(
         reads, writes = (f"x{i}", f"d{i + 1}", "w"), (f"d{i}",)
         ops.append(Op(f"b{i}", reads, writes, 2 * time_us, 0, "backward", False))
         values.append(Value(f"d{i}", 100))
-    return Problem(
-        "net", tuple(values), tuple(ops), ("x0",), ("w",), ("d0",), copies
-    )  # fmt: skip
+    return Problem("net", tuple(values), tuple(ops), ("x0",), ("w",), ("d0",), copies)
 
 
 def chain_with_host_weights(layers: int, *, time_us: float = 10.0, rate: float = 10.0) -> Problem:

@@ -109,34 +109,19 @@ def moved_at_random(seed: int, repeats: int = 12) -> Choose:
     return choose
 
 
-def _is_dead(problem: Problem, steps: Sequence[str], index: int) -> bool:
-    """Whether what a step writes is written again, or forgotten, before anyone reads it."""
-    unread = set(problem.op_of[steps[index]].writes)
-    for later in steps[index + 1 :]:
-        op = problem.op_of[later]
-        if unread & set(op.reads):
-            return False
-        unread -= set(op.writes)
-    return True
-
-
 def without_dead_runs(problem: Problem, steps: Sequence[str]) -> tuple[str, ...]:
     """The steps less the repeats that nobody reads: torch drops such nodes as dead code.
 
     Values that are results of the graph are there anyway, and are not written again.
     """
-    kept = set(problem.outputs)
-    left = list(steps)
-    index = len(left) - 1
-    while index >= 0:
-        name = left[index]
-        is_repeat = name in left[:index]
-        pointless = bool(kept & set(problem.op_of[name].writes)) or _is_dead(problem, left, index)
-        if is_repeat and pointless:
-            del left[index]
-            index = len(left)
-        index -= 1
-    return tuple(left)
+    wanted, left = set[str](), list[str]()
+    for index, name in reversed([*enumerate(steps)]):
+        op = problem.op_of[name]
+        is_read = wanted.intersection(op.writes) and not {*problem.outputs} & {*op.writes}
+        if is_read or name not in steps[:index]:
+            wanted = (wanted - {*op.writes}) | {*op.reads}
+            left.append(name)
+    return tuple(reversed(left))
 
 
 @dataclass
@@ -279,9 +264,8 @@ def train(function: Function, inputs: Sequence[Any], wrap: Function | None = Non
 def is_same(one: Any, other: Any) -> bool:
     """Equal bit by bit, NaN included."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(
-            torch.nan_to_num(one), torch.nan_to_num(other)
-        ) and torch.equal(one.isnan(), other.isnan())  # fmt: skip
+        pairs = [(f(one), f(other)) for f in (torch.nan_to_num, torch.isnan)]
+        return one.dtype == other.dtype and all(torch.equal(*pair) for pair in pairs)
     if isinstance(one, tuple) and isinstance(other, tuple):
         return len(one) == len(other) and all(map(is_same, one, other))
     return bool(one == other)

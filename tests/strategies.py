@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 
 from hypothesis import strategies as st
@@ -55,28 +54,6 @@ def problems(
     return validate(
         Problem("random", values, tuple(made), tuple(inputs), tuple(resident), tuple(outputs))
     )
-
-
-@st.composite
-def problems_from_a_seed(draw: st.DrawFn, most: int) -> Problem:
-    """A random problem with every feature of the format."""
-    rng = random.Random(draw(st.integers(0, 1 << 30)))
-    there = ["in", "res"]
-    values = [Value("in", rng.randint(0, 6)), Value("res", rng.randint(0, 3))]
-    ops: list[Op] = []
-    for k in range(draw(st.integers(1, most))):
-        reads = tuple(sorted(rng.sample(there, min(len(there), rng.randint(0, 3)))))
-        writes = (f"v{k}",) if len(values) > 9 or rng.random() < 0.8 else (f"v{k}", f"w{k}")
-        values.extend(Value(name, rng.randint(1, 8)) for name in writes)
-        pairs: tuple[tuple[str, str], ...] = ()
-        if reads and rng.random() < 0.3:
-            pairs = ((rng.choice(reads), writes[0]),)
-        time = float(rng.randint(1, 9))
-        again = rng.random() < 0.8
-        ops.append(Op(f"o{k}", reads, writes, time, rng.randint(0, 2), "any", again, pairs))
-        there.extend(writes)
-    outputs = tuple(name for name in there[2:] if rng.random() < 0.15)
-    return validate(Problem("r", tuple(values), tuple(ops), ("in",), ("res",), outputs))
 
 
 @st.composite

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from benchmarks import addresses as benchmark
 from benchmarks.address_shapes import pyramid, transformer, uneven
+from benchmarks.check_addresses import BadPlacement, check_placement, live_peak
 from benchmarks.placing import place as search
-from fxremat.core.check_addresses import BadPlacement, check_placement
-from fxremat.core.layout import Buffer, Placement, live_peak
+from fxremat.core.layout import Buffer, Placement
 from fxremat.planner.addresses import place, split_into_sections
 from fxremat.planner.addresses import place as greedy
 

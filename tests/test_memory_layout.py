@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxremat.core.check_addresses import BadPlacement, check_layout
+from benchmarks.check_addresses import BadPlacement, check_layout
 from fxremat.core.events import Allocate, Event, Free, Given, RunEvents
 from fxremat.core.layout import CodeBuffer, HalfLayout, RunLayout, StepLayout
 from fxremat.core.step import Order, first_first, last_first

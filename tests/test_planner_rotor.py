@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from itertools import pairwise
 from types import ModuleType
 
@@ -19,8 +20,6 @@ from fxremat.planner.deadline import Deadline
 from fxremat.planner.indexed_problem import IndexedProblem, build_model
 from fxremat.planner.published import rockmate, rotor
 from fxremat.planner.published.chain import (
-    Block,
-    Chain,
     NotAChain,
     block_costs,
     find_chain,
@@ -30,15 +29,10 @@ from fxremat.planner.published.chain import (
 from fxremat.planner.published.clusters import Level, decompose
 from fxremat.planner.published.hrockmate import Hierarchy
 from fxremat.planner.published.parts import PartPlans
-from fxremat.planner.published.rockmate import (
-    BlockOptions,
-    held_options,
-    pareto,
-    part_of,
-)
+from fxremat.planner.published.rockmate import block_options, held_options, pareto, part_of
 from fxremat.planner.published.rotor import Table
 from fxremat.planner.solvers import SolverOptions
-from tests import brute, chains, strategies
+from tests import brute, chains
 from tests.examples import examples
 from tests.strategies import problems
 
@@ -52,23 +46,18 @@ def store_all_peak(problem: Problem) -> int:
     return replay(problem, problem.base_steps()).peak_bytes
 
 
-def tight_budgets(problem: Problem) -> range:
-    """Budgets from the peak that no schedule can be under to that of store-all."""
-    return range(brute.least_peak(problem), store_all_peak(problem) + 1)
-
-
 @pytest.mark.parametrize(
-    "problem",
+    ("solver", "problem"),
     [
-        *(chains.chain([4] * count, [1.0] * count, reads_output=False) for count in (3, 4)),
-        chains.chain([5, 4, 3, 2], [1.0, 4.0, 2.0, 3.0], 2, reads_output=False),
+        *((s, chains.chain([4] * 3, [1.0] * 3, reads_output=False)) for s in (rotor, rockmate)),
+        (rotor, chains.chain([4] * 4, [1.0] * 4, reads_output=False)),
+        (rotor, chains.chain([5, 4, 3, 2], [1.0, 4.0, 2.0, 3.0], 2, reads_output=False)),
     ],
-    ids=["three alike", "four alike", "one that narrows"],
 )
-def test_least_time_of_chains(problem: Problem) -> None:
-    for budget in tight_budgets(problem):
+def test_least_time_of_chains(solver: ModuleType, problem: Problem) -> None:
+    for budget in range(brute.least_peak(problem), store_all_peak(problem) + 1):
         best = brute.least_time(problem, budget)
-        plan = rotor.solve(problem, budget, OPTIONS)
+        plan = solver.solve(problem, budget, OPTIONS)
         assert best is not None
         assert check(problem, plan.steps, budget).ok
         assert plan.time_us == best[0], budget
@@ -76,16 +65,15 @@ def test_least_time_of_chains(problem: Problem) -> None:
 
 @pytest.mark.parametrize("solver", [rotor, rockmate])
 @examples(40)
-@given(strategies.problems(min_ops=4, max_ops=12))
+@given(problems(min_ops=4, max_ops=12))
 def test_any_problem_is_solved_or_refused(solver: ModuleType, problem: Problem) -> None:
     """Workspaces, in-place writes, outputs and ops that run once, in any arrangement."""
     try:
-        plan = solver.solve(problem, 0, OPTIONS)
+        plans = solver.whole_front(problem, OPTIONS)
     except NotAChain:
         return
-    assert check(problem, plan.steps).ok
-    for other in solver.whole_front(problem, OPTIONS).plans:
-        assert check(problem, other.steps, other.peak_bytes).ok
+    for plan in (*plans, solver.solve(problem, 0, OPTIONS)):
+        assert check(problem, plan.steps, plan.peak_bytes).ok
 
 
 def test_model_agrees_with_the_replay() -> None:
@@ -101,17 +89,10 @@ def test_model_agrees_with_the_replay() -> None:
             assert line.time_us == table.best[0, 0, -1, slots]
 
 
-def test_blocks_are_found_where_one_value_crosses() -> None:
-    chain = find_chain(chains.blocks(3))
-    names = [value.name for value in chain.model.problem.values]
-    crossing = [names[block.leaves] for block in chain.blocks if block.leaves is not None]
-    assert {"x1", "x2"} <= set(crossing)
-    for block in chain.blocks:
-        assert not block.early
-
-
 def test_a_long_chain_takes_seconds() -> None:
     started = time.process_time()
+    """One of more blocks than there may be is made coarser."""
+    assert len(rotor.coarser(find_chain(chains.homogeneous(150)), 100).blocks) <= 100
     problem = chains.homogeneous(100, 1000)
     plan = rotor.solve(problem, store_all_peak(problem) // 4, OPTIONS)
     assert plan.peak_bytes <= store_all_peak(problem) // 4
@@ -119,24 +100,14 @@ def test_a_long_chain_takes_seconds() -> None:
     assert time.process_time() - started < 10
 
 
-def test_a_chain_of_many_blocks_is_made_coarser() -> None:
-    chain = find_chain(chains.homogeneous(150))
-    assert len(rotor.coarser(chain, 100).blocks) <= 100
-
-
 def test_a_value_read_early_stays_until_then() -> None:
     """The backward of the last block reads a value of the first one, as fused kernels do."""
     problem = chains.homogeneous(6)
-    ops = [
-        Op(op.name, (*op.reads, "y1"), op.writes, op.time_us, 0, "backward", False)
-        if op.name == "loss"
-        else op
-        for op in problem.ops
-    ]
-    problem = validate(Problem("early", problem.values, tuple(ops), (), ("x",), ("g0",)))
+    ops = (replace(o, reads=(*o.reads, "y1")) if o.name == "loss" else o for o in problem.ops)
+    problem = validate(replace(problem, ops=tuple(ops)))
     chain = find_chain(problem)
     assert any(block.early for block in chain.blocks)
-    for plan in rotor.whole_front(problem, OPTIONS).plans:
+    for plan in rotor.whole_front(problem, OPTIONS):
         assert check(problem, plan.steps, plan.peak_bytes).ok
 
 
@@ -155,10 +126,6 @@ def test_no_chain_is_refused_with_advice(problem: Problem) -> None:
 
 
 # --- rockmate -----------------------------------------------------------------------------
-
-
-def largest(chain: Chain) -> Block:
-    return max(chain.blocks, key=lambda block: len(block.forward))
 
 
 def test_options_make_the_cheap_values_again() -> None:
@@ -187,36 +154,17 @@ def test_never_slower_than_rotor(problem: Problem) -> None:
         assert small.peak_bytes <= large.peak_bytes
 
 
-def test_least_time_of_tiny_blocks() -> None:
-    problem = chains.chain([4, 4, 4], [1.0, 1.0, 1.0], reads_output=False)
-    for budget in range(brute.least_peak(problem), store_all_peak(problem) + 1):
-        best = brute.least_time(problem, budget)
-        assert best is not None
-        assert rockmate.solve(problem, budget, OPTIONS).time_us == best[0]
-
-
-def test_equal_blocks_are_solved_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    chain = find_chain(chains.blocks(9))
-    solved: list[Block] = []
-    search = rockmate.held_options
-
-    def count(chain: Chain, block: Block, deadline: Deadline) -> object:
-        solved.append(block)
-        return search(chain, block, deadline)
-
-    monkeypatch.setattr(rockmate, "held_options", count)
-    options = BlockOptions(PartPlans(Deadline(None)))
-    for block in chain.blocks:
-        options.of(chain, block)
-    assert len(solved) == len({part_of(chain, block).shape for block in chain.blocks})
-    assert len(solved) <= len(chain.blocks) // 2
-    again = BlockOptions(PartPlans(Deadline(None))).of(chain, chain.blocks[-4])
-    assert options.of(chain, chain.blocks[-4]) == again
+def test_equal_blocks_are_solved_once() -> None:
+    chain, plans = find_chain(chains.blocks(9)), PartPlans(Deadline(None))
+    options = [block_options(chain, block, plans) for block in chain.blocks]
+    assert len(plans.found) == len({part_of(chain, block).shape for block in chain.blocks})
+    assert len(plans.found) <= len(chain.blocks) // 2
+    assert options[-4] == block_options(chain, chain.blocks[-4], PartPlans(Deadline(None)))
 
 
 def test_options_hold_less_for_more_time() -> None:
     chain = find_chain(chains.blocks(4))
-    block = largest(chain)
+    block = max(chain.blocks, key=lambda block: len(block.forward))
     options = pareto(chain, block, held_options(chain, block, Deadline(None)))
     costs = [option_cost(chain, block, option) for option in options]
     assert len(costs) >= 2
@@ -227,9 +175,6 @@ def test_options_hold_less_for_more_time() -> None:
 
 
 # --- hrockmate ----------------------------------------------------------------------------
-
-
-EXAMPLES = 60
 
 
 def some_problems() -> st.SearchStrategy[Problem]:
@@ -247,33 +192,25 @@ def reaches(model: IndexedProblem) -> list[set[int]]:
     return needs
 
 
-@examples(EXAMPLES)
+@examples(60)
 @given(st.data())
-def test_clusters_partition_the_ops_and_are_convex(data: st.DataObject) -> None:
+def test_clusters_are_convex_and_know_what_crosses(data: st.DataObject) -> None:
     model = build_model(data.draw(some_problems()))
     parts = decompose(model, data.draw(st.integers(1, 6)))
-    ops = [op for c in parts.clusters for op in (*c.forward, *c.backward)]
-    assert sorted(ops) == list(range(model.n))
+    whose = {op: c for c, its in enumerate(parts.clusters) for op in its.ops}
+    assert sorted(whose) == list(range(model.n))
     needs = reaches(model)
     for cluster in parts.clusters:
         for part in (cluster.forward, cluster.backward):
             between = {op for last in part for op in needs[last]}
             assert not any(set(part) & needs[op] for op in between - set(part))
-
-
-@examples(EXAMPLES)
-@given(st.data())
-def test_what_crosses_is_known(data: st.DataObject) -> None:
-    model = build_model(data.draw(some_problems()))
-    parts = decompose(model, data.draw(st.integers(1, 6)))
-    whose = {op: c for c, its in enumerate(parts.clusters) for op in (*its.forward, *its.backward)}
     for value, writer in enumerate(model.writer):
         users = {whose[op] for op, reads in enumerate(model.reads) if value in reads}
         users |= {whose[writer]} if writer >= 0 else set()
         local = [c for c, its in enumerate(parts.clusters) if value in its.local]
         if local:
             assert users == set(local)
-        makes = [c for c, its in enumerate(parts.makes) if value in its]
+        makes = [c for c, its in enumerate(parts.clusters) if value in its.makes]
         if model.evictable(value) and writer <= parts.turn and len(users) > 1:
             assert makes == [whose[writer]]
         else:
@@ -286,37 +223,26 @@ def level_of(model: IndexedProblem, count: int) -> Level:
     return Level(parts, [hierarchy.options(part) for part in parts.clusters])
 
 
-@examples(EXAMPLES)
+@examples(30)
 @given(st.data())
 def test_a_level_is_a_problem(data: st.DataObject) -> None:
-    """Its ops are in a valid order, each variant can be taken, and store-all takes what it does."""
+    """Its ops are in a valid order, each variant can be taken, and its schedules are possible.
+
+    Store-all takes what it does, and is chosen where it fits.
+    """
     problem = data.draw(some_problems())
-    level = level_of(build_model(problem), data.draw(st.integers(2, 5)))
+    model = build_model(problem)
+    level = level_of(model, data.draw(st.integers(2, 5)))
     validate(level.problem)
     for variant in level.problem.variants:
         take(level.problem, [variant.name])
-    peak = replay(level.problem, level.problem.base_steps()).peak_bytes
-    assert peak >= replay(problem, problem.base_steps()).peak_bytes or any(
-        op.inplace for op in problem.ops
-    )
-
-
-@examples(20)
-@given(st.data())
-def test_schedules_of_a_level_are_possible(data: st.DataObject) -> None:
-    """With all options and repeats; and store-all is chosen where it fits."""
-    problem = data.draw(
-        st.one_of(chains.chains(3, 5), st.just(chains.blocks(3)), st.just(chains.skipping()))
-    )
-    model = build_model(problem)
-    level = level_of(model, data.draw(st.integers(2, 5)))
-    store_all = replay(level.problem, level.problem.base_steps()).peak_bytes
-    budget = data.draw(st.integers(store_all // 2, store_all))
+    full = store_all_peak(level.problem)
+    assert full >= store_all_peak(problem) or any(op.inplace for op in problem.ops)
+    everything = model.names(level.steps(full, Deadline(None)))
+    assert replay(problem, everything).time_us == problem.base_time_us
+    budget = data.draw(st.integers(full // 2, full))
     steps = model.names(level.steps(budget, Deadline(None)))
-    if steps or budget == store_all:
-        assert check(problem, steps).ok
-    if budget == store_all:
-        assert steps == problem.base_steps()
+    assert not steps or check(problem, steps).ok
 
 
 def test_clusters_of_one_shape_are_solved_once() -> None:
@@ -328,18 +254,12 @@ def test_clusters_of_one_shape_are_solved_once() -> None:
 
 
 def test_shapes_tell_what_matters() -> None:
-    parts = decompose(build_model(chains.blocks(6)), 6)
-    shapes = {cluster.shape for cluster in parts.clusters}
-    assert len(shapes) < len(parts.clusters)
-    wider = decompose(build_model(chains.blocks(6, wide=17)), 6)
-    assert not shapes & {cluster.shape for cluster in wider.clusters}
-
-
-def test_roles() -> None:
-    parts = decompose(build_model(chains.skipping()), 4)
-    roles = {cluster.role(value) for cluster in parts.clusters for value in cluster.local}
-    assert roles == {"local"}
-    assert any(parts.makes)  # the second half of the forward reads them across the bottom
+    narrow, wide = (
+        {part.shape for part in decompose(build_model(chains.blocks(6, width)), 6).clusters}
+        for width in (16, 17)
+    )
+    assert len(narrow) < 6
+    assert not narrow & wide
 
 
 @pytest.mark.parametrize("percent", [80, 60])
@@ -347,7 +267,7 @@ def test_roles() -> None:
     "problem", [chains.blocks(8), chains.blocks(8, skips=False), chains.skipping()]
 )
 def test_never_worse_than_greedy(problem: Problem, percent: int) -> None:
-    budget = replay(problem, problem.base_steps()).peak_bytes * percent // 100
+    budget = store_all_peak(problem) * percent // 100
     greedy, ours = solve(problem, budget, "greedy"), solve(problem, budget, "hrockmate")
     assert max(ours.peak_bytes, budget) <= max(greedy.peak_bytes, budget)
     if greedy.peak_bytes <= budget:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fxremat.core.problem import Op, Problem
-from fxremat.core.schedule import Move, Step
+from fxremat.core.schedule import Step
 
 FailureKind = Literal[
     "unknown op",
@@ -85,16 +85,16 @@ def check(problem: Problem, steps: Sequence[Step], budget_bytes: int | None = No
     ]
     live = _bytes_of_steps(problem, events)
     host = _host_bytes_of_steps(problem, events)
-    ops = [event for event in events if event.op is not None]
+    cap = None if problem.copies is None else problem.copies.host_bytes
     failures = [
         *_unknown_ops(problem, steps),
         *_wrong_counts(problem, events),
-        *_wrong_order(problem, ops),
+        *_wrong_order(problem, events),
         *_absent_reads(problem, events),
-        *_absent_outputs(problem, ops),
+        *_absent_outputs(problem, events),
         *_wrong_moves(problem, events),
-        *_over_budget(events, live, math.inf if budget_bytes is None else budget_bytes),
-        *_over_host_memory(problem, events, host),
+        *_too_many_bytes("over budget", "budget", events, live, budget_bytes),
+        *_too_many_bytes("over host memory", "host memory", events, host, cap),
     ]
     peak_bytes = max(live, default=_size_of(problem, set(problem.resident)))
     time_us = _time_us(problem, events)
@@ -103,22 +103,27 @@ def check(problem: Problem, steps: Sequence[Step], budget_bytes: int | None = No
 
 @dataclass(frozen=True)
 class _Event:
-    """A step: what it reads, which values it puts on the device, and its op or move."""
+    """A step: its op, or the value that moves; what it reads, and puts on the device."""
 
     step: int
+    kind: Literal["op", "to host", "to device", "wait"]
     reads: tuple[str, ...]
     writes: tuple[str, ...]
-    op: Op | None
-    move: Move | None
+    op: Op | None = None
+    value: str = ""
+
+    @property
+    def op_name(self) -> str | None:
+        return None if self.op is None else self.op.name
 
 
 def _event(problem: Problem, index: int, step: Step) -> _Event:
     if isinstance(step, str):
         op = problem.op_of[step]
-        return _Event(index, op.reads, op.writes, op, None)
-    if step.kind == "to device":
-        return _Event(index, (), (step.value,), None, step)
-    return _Event(index, (step.value,), (), None, step)
+        return _Event(index, "op", op.reads, op.writes, op)
+    its = (step.value,)
+    reads, writes = ((), its) if step.kind == "to device" else (its, ())
+    return _Event(index, step.kind, reads, writes, value=step.value)
 
 
 def _unknown_ops(problem: Problem, steps: Sequence[Step]) -> Iterator[Failure]:
@@ -144,21 +149,17 @@ def _wrong_counts(problem: Problem, events: Sequence[_Event]) -> Iterator[Failur
             yield Failure("op runs twice", op=op.name, step=runs[1], detail=detail)
 
 
-def _wrong_order(problem: Problem, ops: Sequence[_Event]) -> Iterator[Failure]:
+def _wrong_order(problem: Problem, events: Sequence[_Event]) -> Iterator[Failure]:
     """The first runs of the ops are in base order."""
     place = {op.name: index for index, op in enumerate(problem.ops)}
-    seen: set[str] = set()
-    latest: Op | None = None
-    for event in ops:
-        op = event.op
-        if op is None or op.name in seen:
-            continue
-        seen.add(op.name)
-        if latest is not None and place[op.name] < place[latest.name]:
-            detail = f"first runs after {latest.name}, which follows it in base order"
-            yield Failure("out of order", op=op.name, step=event.step, detail=detail)
+    first_run = {event.op.name: event for event in reversed(events) if event.op is not None}
+    latest: str | None = None
+    for name, event in sorted(first_run.items(), key=lambda item: item[1].step):
+        if latest is not None and place[name] < place[latest]:
+            detail = f"first runs after {latest}, which follows it in base order"
+            yield Failure("out of order", op=name, step=event.step, detail=detail)
         else:
-            latest = op
+            latest = name
 
 
 def _absent_reads(problem: Problem, events: Sequence[_Event]) -> Iterator[Failure]:
@@ -167,13 +168,13 @@ def _absent_reads(problem: Problem, events: Sequence[_Event]) -> Iterator[Failur
     for event in events:
         for name in event.reads:
             if name not in there:
-                op = event.op.name if event.op is not None else None
-                yield Failure("read is not there", op=op, value=name, step=event.step)
+                yield Failure("read is not there", event.op_name, name, event.step)
         there.update(event.writes)
 
 
-def _absent_outputs(problem: Problem, ops: Sequence[_Event]) -> Iterator[Failure]:
-    there = {*problem.inputs, *problem.resident}.union(*(event.writes for event in ops))
+def _absent_outputs(problem: Problem, events: Sequence[_Event]) -> Iterator[Failure]:
+    there = {*problem.inputs, *problem.resident}
+    there.update(*(event.writes for event in events if event.op is not None))
     for name in problem.outputs:
         if name not in there:
             yield Failure("output is not there", value=name)
@@ -184,27 +185,26 @@ def _wrong_moves(problem: Problem, events: Sequence[_Event]) -> Iterator[Failure
     moving: dict[str, _Event] = {}
     on_host = set(problem.from_host)
     for event in events:
-        move = event.move
-        if move is None:
+        name, step = event.value, event.step
+        if event.kind == "op":
             # Reading what is on its way to the host does no harm.
-            waiting = {v for v, started in moving.items() if _kind(started) == "to device"}
-            for name in [*(waiting & {*event.reads}), *(moving.keys() & {*event.writes})]:
-                op = event.op.name if event.op is not None else None
-                yield Failure("still moving", op=op, value=name, step=event.step)
-        elif move.kind == "wait":
-            if moving.pop(move.value, None) is None:
-                yield Failure("nothing to wait for", value=move.value, step=event.step)
+            waiting = {v for v, started in moving.items() if started.kind == "to device"}
+            for touched in [*(waiting & {*event.reads}), *(moving.keys() & {*event.writes})]:
+                yield Failure("still moving", event.op_name, touched, step)
+        elif event.kind == "wait":
+            if moving.pop(name, None) is None:
+                yield Failure("nothing to wait for", value=name, step=step)
         else:
-            why = _why_not(problem, move.value)
+            why = _why_not(problem, name)
             if why is not None:
-                yield Failure("may not move", value=move.value, step=event.step, detail=why)
-            if move.value in moving:
-                yield Failure("still moving", value=move.value, step=event.step)
-            if move.kind == "to device" and move.value not in on_host:
-                yield Failure("nothing on the host", value=move.value, step=event.step)
-            if move.kind == "to host":
-                on_host.add(move.value)
-            moving[move.value] = event
+                yield Failure("may not move", value=name, step=step, detail=why)
+            if name in moving:
+                yield Failure("still moving", value=name, step=step)
+            if event.kind == "to host":
+                on_host.add(name)
+            elif name not in on_host:
+                yield Failure("nothing on the host", value=name, step=step)
+            moving[name] = event
     for name, event in moving.items():
         yield Failure("never waited for", value=name, step=event.step)
     for name in problem.host:
@@ -222,30 +222,14 @@ def _why_not(problem: Problem, name: str) -> str | None:
     return None
 
 
-def _kind(event: _Event) -> str:
-    return event.move.kind if event.move is not None else ""
-
-
-def _over_budget(
-    events: Sequence[_Event], live: Sequence[int], budget_bytes: float
+def _too_many_bytes(
+    kind: FailureKind, limit: str, events: Sequence[_Event], sizes: Sequence[int], most: int | None
 ) -> Iterator[Failure]:
-    """The bytes of every step are within the budget; names the worst step."""
-    if live and max(live) > budget_bytes:
-        worst = live.index(max(live))
-        event = events[worst]
-        detail = f"{live[worst]:,} bytes, budget {budget_bytes:,}"
-        op = event.op.name if event.op is not None else None
-        yield Failure("over budget", op=op, step=event.step, detail=detail)
-
-
-def _over_host_memory(
-    problem: Problem, events: Sequence[_Event], host: Sequence[int]
-) -> Iterator[Failure]:
-    cap = problem.copies.host_bytes if problem.copies is not None else None
-    if cap is not None and host and max(host) > cap:
-        worst = host.index(max(host))
-        detail = f"{host[worst]:,} bytes, host memory {cap:,}"
-        yield Failure("over host memory", step=events[worst].step, detail=detail)
+    """The bytes of every step are within the limit; names the worst step."""
+    if most is not None and sizes and max(sizes) > most:
+        event = events[sizes.index(max(sizes))]
+        detail = f"{max(sizes):,} bytes, {limit} {most:,}"
+        yield Failure(kind, op=event.op_name, step=event.step, detail=detail)
 
 
 def _time_us(problem: Problem, events: Sequence[_Event]) -> float:
@@ -254,45 +238,17 @@ def _time_us(problem: Problem, events: Sequence[_Event]) -> float:
     engine = {"to host": 0.0, "to device": 0.0}
     arrives: dict[str, float] = {}
     for event in events:
-        move = event.move
         if event.op is not None:
             now += event.op.time_us
-        elif move is not None and move.kind == "wait":
-            now = max(now, arrives.get(move.value, now))
-        elif move is not None and problem.copies is not None:
-            speed = problem.copies.to_host if move.kind == "to host" else problem.copies.to_device
-            nbytes = problem.bytes_of.get(move.value, 0)
+        elif event.kind == "wait":
+            now = max(now, arrives.get(event.value, now))
+        elif problem.copies is not None:
+            speed = problem.copies.to_host if event.kind == "to host" else problem.copies.to_device
+            nbytes = problem.bytes_of.get(event.value, 0)
             takes = problem.copies.latency_us + (nbytes / speed if speed else math.inf)
-            begins = max(now, engine[move.kind], arrives.get(move.value, 0.0))
-            arrives[move.value] = engine[move.kind] = begins + takes
+            begins = max(now, engine[event.kind], arrives.get(event.value, 0.0))
+            arrives[event.value] = engine[event.kind] = begins + takes
     return max(now, *engine.values())
-
-
-def _host_bytes_of_steps(problem: Problem, events: Sequence[_Event]) -> list[int]:
-    """Bytes of moved values in host memory at each step.
-
-    A value comes there when a move to the host starts, and goes after the last wait that follows
-    before it is moved there again. Values that live there are not counted.
-    """
-    out = []
-    there: set[str] = set()
-    for index, event in enumerate(events):
-        move = event.move
-        counted = move is not None and move.value in problem.bytes_of.keys() - {*problem.host}
-        if counted and move is not None and move.kind == "to host":
-            there.add(move.value)
-        out.append(_size_of(problem, there))
-        if move is not None and move.value in there and not _moves_on(events, index, move.value):
-            there.remove(move.value)
-    return out
-
-
-def _moves_on(events: Sequence[_Event], index: int, name: str) -> bool:
-    """Whether the host's copy of the value is moved or waited for after this event."""
-    later = (
-        e.move.kind for e in events[index + 1 :] if e.move is not None and e.move.value == name
-    )
-    return next(later, "to host") != "to host"
 
 
 def _size_of(problem: Problem, names: set[str]) -> int:
@@ -301,25 +257,49 @@ def _size_of(problem: Problem, names: set[str]) -> int:
 
 
 class _Future:
-    """What will happen to each value: its reads and writes, by step."""
+    """What happens to each value, by step."""
 
-    def __init__(self, steps: Sequence[_Event]) -> None:
+    def __init__(self) -> None:
         self.events: dict[str, list[tuple[int, str]]] = {}
-        for step, what in enumerate(steps):
-            for name in what.reads:
-                self.events.setdefault(name, []).append((step, "read"))
-            for name in what.writes:
-                self.events.setdefault(name, []).append((step, "write"))
 
-    def is_read_after(self, name: str, step: int) -> bool:
-        """Whether the next thing that happens to the value after ``step`` is a read."""
-        later = (event for when, event in self.events.get(name, ()) if when > step)
-        return next(later, None) == "read"
+    def add(self, name: str, step: int, what: str) -> None:
+        """Something happens to the value in a step; steps come in order."""
+        self.events.setdefault(name, []).append((step, what))
+
+    def next(self, name: str, step: int) -> str | None:
+        """The next thing that happens to the value after ``step``."""
+        return next((what for when, what in self.events.get(name, ()) if when > step), None)
+
+
+def _host_bytes_of_steps(problem: Problem, events: Sequence[_Event]) -> list[int]:
+    """Bytes of moved values in host memory at each step.
+
+    A value comes there when a move to the host starts, and goes after the last wait that follows
+    before it is moved there again. Values that live there are not counted.
+    """
+    future = _Future()
+    for step, event in enumerate(events):
+        if event.op is None:
+            future.add(event.value, step, event.kind)
+    out = []
+    there: set[str] = set()
+    for step, event in enumerate(events):
+        if event.kind == "to host" and event.value in problem.bytes_of.keys() - {*problem.host}:
+            there.add(event.value)
+        out.append(_size_of(problem, there))
+        if event.op is None and future.next(event.value, step) in (None, "to host"):
+            there.discard(event.value)
+    return out
 
 
 def _bytes_of_steps(problem: Problem, events: Sequence[_Event]) -> list[int]:
     """Bytes on the device while each step runs."""
-    future = _Future(events)
+    future = _Future()
+    for step, event in enumerate(events):
+        for name in event.reads:
+            future.add(name, step, "read")
+        for name in event.writes:
+            future.add(name, step, "write")
     stays = {*problem.resident, *problem.outputs}
     there = {*problem.inputs, *problem.resident}
     live = []
@@ -328,7 +308,7 @@ def _bytes_of_steps(problem: Problem, events: Sequence[_Event]) -> list[int]:
         there |= new
         # Only what the step touches can change its mind about staying; at first, everything.
         touched = set(there) if step == 0 else {*event.reads, *event.writes} & there
-        gone = {name for name in touched - stays if not future.is_read_after(name, step)}
+        gone = {name for name in touched - stays if future.next(name, step) != "read"}
         own = 0
         if event.op is not None:
             own = event.op.workspace_bytes - _size_in_place(problem, event.op, new, gone)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+from fxremat.core.json_data import from_data, to_data
 from fxremat.core.layout import CodeBuffer
 
 
@@ -115,27 +116,14 @@ Outside = Allocate | Free | Forward | Backward
 
 def run_events_to_json(run: RunEvents) -> dict[str, Any]:
     halves = {"forward": events_to_json(run.forward), "backward": events_to_json(run.backward)}
-    return {**asdict(replace(run, forward=(), backward=())), **halves}
+    return {**to_data(replace(run, forward=(), backward=())), **halves}
 
 
 def run_events_from_json(data: dict[str, Any]) -> RunEvents:
-    """Read back; raises `KeyError` or `TypeError` where it is none."""
-    return RunEvents(
-        forward=tuple(events_from_json(data["forward"])),
-        backward=tuple(events_from_json(data["backward"])),
-        inputs=tuple(Given(**one) for one in data["inputs"]),
-        results=tuple(data["results"]),
-        again=tuple(data["again"]),
-        incoming=tuple((str(name), int(nbytes)) for name, nbytes in data["incoming"]),
-        forward_buffers=tuple(map(_buffer_from_json, data["forward_buffers"])),
-        backward_buffers=tuple(map(_buffer_from_json, data["backward_buffers"])),
-        gradients_stay=bool(data.get("gradients_stay")),
-    )
-
-
-def _buffer_from_json(data: dict[str, Any]) -> CodeBuffer:
-    sizes = {name: tuple(map(int, data[name])) for name in ("size", "stride")}
-    return CodeBuffer(**{**data, **sizes})
+    """Read back; raises `KeyError`, `TypeError` or `InvalidData` where it is none."""
+    forward, backward = (tuple(events_from_json(data[half])) for half in ("forward", "backward"))
+    rest = from_data(RunEvents, {**data, "forward": (), "backward": ()})
+    return replace(rest, forward=forward, backward=backward)
 
 
 def events_to_json(events: Iterable[Event]) -> list[list[Any]]:

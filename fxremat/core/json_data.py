@@ -15,14 +15,13 @@ that raises `InvalidData`.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
-Reader = Callable[[Any, str], Any]
-"""Makes a value of JSON data; the path of the data is for the error that it raises."""
 
 
 class InvalidData(ValueError):
@@ -46,149 +45,103 @@ def to_data(value: Any) -> Any:
 
 def from_data(kind: type[T], data: Any, path: str = "") -> T:
     """The value of a type that the data stand for; raises `InvalidData`."""
-    read: Reader = _reader(cast(Any, kind))
-    return cast(T, read(data, path))
-
-
-@cache
-def _reader(kind: Any) -> Reader:
-    """How data become a value of a type, which may be a generic one or a union."""
-    origin, arguments = get_origin(kind), get_args(kind)
-    if kind is Any or kind is object:
-        return lambda data, path: data
-    if origin is Literal:
-        return _literal(arguments)
-    if origin in (Union, types.UnionType):
-        return _union(arguments)
-    if origin is tuple and arguments[-1] is not Ellipsis:
-        return _fixed_tuple(arguments)
-    if origin in (tuple, list, Sequence):
-        return _sequence(arguments[0], list if origin is list else tuple)
-    if origin in (dict, Mapping):
-        return _mapping(arguments[1])
-    if hasattr(kind, "from_data"):
-        return _own_form(kind)
-    if is_dataclass(kind):
-        return _dataclass(cast(type, kind))
-    return _scalar(kind)
+    return cast(T, _read(kind, data, path))
 
 
 _EXPECTED = {str: "a string", int: "a whole number", float: "a number", bool: "true or false",
              type(None): "null"}  # fmt: skip
 
 
-def _scalar(kind: type) -> Reader:
-    if kind not in _EXPECTED:
-        raise TypeError(f"{kind} cannot be read from JSON data")
-
-    def read(data: Any, path: str) -> Any:
-        if type(data) is kind:
-            return data
-        if kind is float and type(data) is int:
-            return float(data)
-        raise _wrong(data, path, _EXPECTED[kind])
-
-    return read
+@cache
+def _shape(kind: Any) -> tuple[Any, tuple[Any, ...]]:
+    """A type without its arguments, and these; of a union None comes first."""
+    return get_origin(kind) or kind, tuple(
+        sorted(get_args(kind), key=lambda argument: argument is not type(None))
+        if get_origin(kind) in (Union, types.UnionType)
+        else get_args(kind)
+    )
 
 
-def _literal(choices: tuple[Any, ...]) -> Reader:
-    def read(data: Any, path: str) -> Any:
-        if data not in choices:
-            raise _wrong(data, path, " or ".join(map(repr, choices)))
+def _read(kind: Any, data: Any, path: str) -> Any:
+    """How data become a value of a type, which may be a generic one or a union."""
+    if type(data) is kind or kind is Any or kind is object:
         return data
-
-    return read
-
-
-def _union(kinds: tuple[Any, ...]) -> Reader:
-    """The first type that takes the data; where none does, the error of the last."""
-    readers = [_reader(kind) for kind in sorted(kinds, key=lambda kind: kind is not type(None))]
-
-    def read(data: Any, path: str) -> Any:
-        for reader in readers[:-1]:
-            try:
-                return reader(data, path)
-            except InvalidData:
-                continue
-        return readers[-1](data, path)
-
-    return read
-
-
-def _sequence(kind: Any, made: Callable[[list[Any]], Any]) -> Reader:
-    reader = _reader(kind)
-
-    def read(data: Any, path: str) -> Any:
-        entries = _list(data, path)
-        return made([reader(entry, f"{path}[{index}]") for index, entry in enumerate(entries)])
-
-    return read
-
-
-def _fixed_tuple(kinds: tuple[Any, ...]) -> Reader:
-    readers = [_reader(kind) for kind in kinds]
-
-    def read(data: Any, path: str) -> Any:
-        entries = _list(data, path)
-        if len(entries) != len(readers):
-            raise _wrong(data, path, f"a list of {len(readers)}")
-        pairs = enumerate(zip(readers, entries, strict=True))
-        return tuple(reader(entry, f"{path}[{index}]") for index, (reader, entry) in pairs)
-
-    return read
-
-
-def _mapping(kind: Any) -> Reader:
-    reader = _reader(kind)
-
-    def read(data: Any, path: str) -> Any:
-        entries = _object(data, path).items()
-        return {key: reader(entry, f"{path}[{key!r}]") for key, entry in entries}
-
-    return read
-
-
-def _own_form(kind: Any) -> Reader:
-    def read(data: Any, path: str) -> Any:
+    origin, arguments = _shape(kind)
+    if origin in (Union, types.UnionType):
+        return _read_union(arguments, data, path)
+    if origin in (tuple, list, Sequence):
+        return _read_list(origin, arguments, data, path)
+    if origin in (dict, Mapping):
+        entries = _of_kind(Mapping, data, path, "an object").items()
+        return {key: _read(arguments[1], entry, f"{path}[{key!r}]") for key, entry in entries}
+    if origin is Literal:
+        if data not in arguments:
+            raise _wrong(data, path, " or ".join(map(repr, arguments)))
+        return data
+    if hasattr(kind, "from_data"):
         try:
             return kind.from_data(data)
         except InvalidData as error:
             raise InvalidData(f"field {path!r}: {error}" if path else str(error)) from error
+    if is_dataclass(kind):
+        return _read_fields(kind, data, path)
+    if kind not in _EXPECTED:
+        raise TypeError(f"{kind} cannot be read from JSON data")
+    if kind is float and type(data) is int:
+        return float(data)
+    raise _wrong(data, path, _EXPECTED[kind])
 
-    return read
+
+def _read_union(kinds: tuple[Any, ...], data: Any, path: str) -> Any:
+    """The first type that takes the data; where none does, the error of the last."""
+    if type(data) in kinds:
+        return data
+    for kind in kinds[:-1]:
+        with suppress(InvalidData):
+            return _read(kind, data, path)
+    return _read(kinds[-1], data, path)
 
 
-def _dataclass(kind: type) -> Reader:
+def _read_list(origin: Any, kinds: tuple[Any, ...], data: Any, path: str) -> Any:
+    entries, made = _of_kind((list, tuple), data, path, "a list"), list if origin is list else tuple
+    if origin is not tuple or kinds[-1] is Ellipsis:
+        if {*map(type, entries)} <= {kinds[0]}:
+            return made(entries)
+        kinds = (kinds[0],) * len(entries)
+    if len(entries) != len(kinds):
+        raise _wrong(data, path, f"a list of {len(kinds)}")
+    pairs = enumerate(zip(kinds, entries, strict=True))
+    return made([_read(kind, entry, f"{path}[{index}]") for index, (kind, entry) in pairs])
+
+
+@cache
+def _fields_of(kind: Any) -> dict[str, tuple[Any, bool]]:
+    """The type of each field of a dataclass, and whether data have to have it."""
     types_of = get_type_hints(kind)
-    readers = {field.name: _reader(types_of[field.name]) for field in fields(kind) if field.init}
-    needed = {
-        field.name
-        for field in fields(kind)
-        if field.default is MISSING and field.default_factory is MISSING
+    return {
+        one.name: (types_of[one.name], one.default is one.default_factory is MISSING)
+        for one in fields(kind)
+        if one.init
     }
 
-    def read(data: Any, path: str) -> Any:
-        found, entries = {}, _object(data, path)
-        for name, reader in readers.items():
-            inside = f"{path}.{name}" if path else name
-            if name in entries:
-                found[name] = reader(entries[name], inside)
-            elif name in needed:
-                raise InvalidData(f"field {inside!r} is missing")
-        return kind(**found)
 
-    return read
-
-
-def _list(data: Any, path: str) -> Sequence[Any]:
-    if not isinstance(data, (list, tuple)):
-        raise _wrong(data, path, "a list")
-    return data
+def _read_fields(kind: Any, data: Any, path: str) -> Any:
+    found, entries = {}, _of_kind(Mapping, data, path, "an object")
+    for name, (its, needed) in _fields_of(kind).items():
+        if type(entries.get(name, MISSING)) is its:
+            found[name] = entries[name]
+            continue
+        inside = f"{path}.{name}" if path else name
+        if name in entries:
+            found[name] = _read(its, entries[name], inside)
+        elif needed:
+            raise InvalidData(f"field {inside!r} is missing")
+    return kind(**found)
 
 
-def _object(data: Any, path: str) -> Mapping[str, Any]:
-    if not isinstance(data, Mapping):
-        raise _wrong(data, path, "an object")
+def _of_kind(kind: Any, data: Any, path: str, expected: str) -> Any:
+    if not isinstance(data, kind):
+        raise _wrong(data, path, expected)
     return data
 
 

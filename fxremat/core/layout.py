@@ -6,10 +6,8 @@ half of a run, its forward or its backward, is one offset for each of these call
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from math import prod
 
 
@@ -129,15 +127,3 @@ class Placement:
 
     offset_bytes: Mapping[str, int]
     arena_bytes: int
-
-
-def live_peak(buffers: Iterable[Buffer]) -> int:
-    """The greatest sum of padded sizes alive at one step.
-
-    No arena is smaller: buffers that are alive at one step share no byte.
-    """
-    change: defaultdict[int, int] = defaultdict(int)
-    for buffer in buffers:
-        change[buffer.begin] += buffer.padded_bytes
-        change[buffer.end] -= buffer.padded_bytes
-    return max(accumulate(change[step] for step in sorted(change)), default=0)

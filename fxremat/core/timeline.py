@@ -202,26 +202,17 @@ def _on_host(problem: Problem, steps: Sequence[Step]) -> tuple[int, ...]:
 
     Values that live there are not counted.
     """
-    since: dict[str, int] = {}
     until: dict[str, int] = {}
     delta = [0] * (len(steps) + 1)
-
-    def close(name: str) -> None:
-        delta[since[name]] += problem.bytes_of[name]
-        delta[until[name] + 1] -= problem.bytes_of[name]
-
-    for index, step in enumerate(steps):
+    for index in reversed(range(len(steps))):
+        step = steps[index]
         if isinstance(step, str) or step.value in problem.host:
             continue
-        if step.value not in since and step.kind != "to host":
-            continue
+        stop = until.setdefault(step.value, index) + 1
         if step.kind == "to host":
-            if step.value in since:
-                close(step.value)
-            since[step.value] = index
-        until[step.value] = index
-    for name in since:
-        close(name)
+            delta[index] += problem.bytes_of[step.value]
+            delta[stop] -= problem.bytes_of[step.value]
+            del until[step.value]
     return tuple(accumulate(delta[:-1]))
 
 

@@ -4,7 +4,7 @@ Sizes and lifetimes are known before the step runs, so nothing is left to an all
 arena can be nearly as small as the bytes alive at the peak. Buffers are put one after the other,
 each into a gap that those before it leave, in several orders; the best one counts. One buffer takes
 a few array operations, so that 20,000 buffers take seconds. The verifier is
-`fxremat.core.check_addresses`; a search that fits more of what is made to be hard, but no more of
+`benchmarks.check_addresses`; a search that fits more of what is made to be hard, but no more of
 recorded steps, is `benchmarks.placing`.
 
 Time is cut into sections. A section is a greatest set of buffers that are alive at one step; the

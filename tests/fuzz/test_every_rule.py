@@ -133,25 +133,15 @@ def in_stand_ins(make: Callable[[fx.Graph, fx.Node], fx.Node], axes: int = 0) ->
     return apply
 
 
-def scaled(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """Numbers are a little too large."""
-    return add_call(graph, ATEN.mul.Tensor, (node, 1.1), node)
+def called(target: Any, *more: Any) -> Callable[[fx.Graph, fx.Node], fx.Node]:
+    """What a call makes of a stand-in."""
+    return lambda graph, node: add_call(graph, target, (node, *more), node)
 
 
-def negated(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """Masks are turned round, numbers change their sign."""
-    is_mask = node.meta["val"].dtype is torch.bool
-    return add_call(graph, ATEN.logical_not.default if is_mask else ATEN.neg.default, (node,), node)
-
-
-def shifted(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """Each row is that of its neighbour."""
-    return add_call(graph, ATEN.roll.default, (node, [1], [0]), node)
-
-
-def flipped(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """Columns are in another order."""
-    return add_call(graph, ATEN.flip.default, (node, [1]), node)
+SCALED = called(ATEN.mul.Tensor, 1.1)
+NEGATED = called(ATEN.logical_not.default)
+SHIFTED = called(ATEN.roll.default, [1], [0])  # each row is that of its neighbour
+FLIPPED = called(ATEN.flip.default, [1])
 
 
 def in_programs(change: Callable[[Program], Program]) -> Change:
@@ -172,14 +162,9 @@ def in_loops(change: Callable[[Instruction], Instruction]) -> Change:
     return in_programs(lambda one: replace(one, loop=tuple(map(change, one.loop))))
 
 
-def in_ignored(change: Callable[[Ignored], Ignored]) -> Change:
+def in_ignored(change: Callable[[Any], Ignored]) -> Change:
     """A change of what is said of ignored rows."""
-
-    def changed(program: Program) -> Program:
-        assert program.ignored is not None
-        return replace(program, ignored=change(program.ignored))
-
-    return in_programs(changed)
+    return in_programs(lambda one: replace(one, ignored=change(one.ignored)))
 
 
 def other_constant(one: Instruction) -> Instruction:
@@ -197,12 +182,12 @@ def without_mask(one: Instruction) -> Instruction:
 BROKEN: dict[str, tuple[str, str, Change]] = {
     "a wrong constant": ("mlp", "chunked_mlp", in_loops(other_constant)),
     "a missing mask": ("attention", "chunked_attention", in_loops(without_mask)),
-    "a wrong axis": ("mlp", "chunked_mlp", in_stand_ins(flipped, 2)),
-    "shifted rows": ("mlp", "chunked_mlp", in_stand_ins(shifted, 2)),
-    "shifted masks": ("dropout", "packed_masks", in_stand_ins(shifted, 2)),
-    "shifted gradients": ("images", "split_gradients", in_stand_ins(shifted, 2)),
-    "scaled rows": ("mlp", "chunked_mlp", in_stand_ins(scaled)),
-    "turned masks": ("dropout", "packed_masks", in_stand_ins(negated)),
+    "a wrong axis": ("mlp", "chunked_mlp", in_stand_ins(FLIPPED, 2)),
+    "shifted rows": ("mlp", "chunked_mlp", in_stand_ins(SHIFTED, 2)),
+    "shifted masks": ("dropout", "packed_masks", in_stand_ins(SHIFTED, 2)),
+    "shifted gradients": ("images", "split_gradients", in_stand_ins(SHIFTED, 2)),
+    "scaled rows": ("mlp", "chunked_mlp", in_stand_ins(SCALED)),
+    "turned masks": ("dropout", "packed_masks", in_stand_ins(NEGATED)),
     "rows that count are ignored": (
         "words", "chunked_loss", in_ignored(lambda said: replace(said, number=LAST_WORD))
     ),

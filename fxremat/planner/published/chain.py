@@ -22,19 +22,19 @@ front of some block's backward, so their bytes are counted without the fixed val
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 from operator import sub
 
 import numpy as np
-import numpy.typing as npt
 
 from fxremat.core.problem import Problem
 from fxremat.planner import constants
 from fxremat.planner.indexed_problem import INPUT, IndexedProblem, build_model, live_bytes
-from fxremat.planner.published.parts import Steps, backwards, makers, never_rising, read_later
+from fxremat.planner.published.parts import Steps, backwards, makers, overtaken, read_later
 from fxremat.planner.solvers import ProblemRefused
 
 
@@ -190,86 +190,70 @@ def _cuts(model: IndexedProblem, turn: int) -> list[int]:
 # -- backward ops to blocks ------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Segments:
-    """The forward part, cut: the block that writes each evictable value, what enters each."""
+def block_of_each_op(model: IndexedProblem, turn: int, starts: Sequence[int]) -> list[int]:
+    """The block of each op, where these are the first ops of the blocks of the forward part.
 
-    model: IndexedProblem
-    turn: int
-    starts: tuple[int, ...]
-    home: dict[int, int]
-    enters: tuple[int | None, ...]
-
-    def may_read(self, value: int, block: int) -> bool:
-        """Whether the value is one that the backward of the block has at hand."""
-        return self.home[value] == block or self.enters[block] == value
-
-
-def _segments(model: IndexedProblem, turn: int, starts: tuple[int, ...]) -> _Segments:
-    block = np.searchsorted(starts, np.arange(turn + 1), side="right") - 1
-    home = {
-        value: int(block[op])
-        for value, op in enumerate(model.writer)
-        if op <= turn and model.evictable(value)
-    }
-    last = last_reads(model, turn).items()
-    enters = (next((v for v, op in last if model.writer[v] < s <= op), None) for s in starts)
-    return _Segments(model, turn, starts, home, tuple(enters))
-
-
-def _owners(parts: _Segments) -> list[int]:
-    """The block of each backward op: never rising, with the fewest bytes read out of place.
-
-    Where several will do an op stays with the higher block, so that the next is needed late.
+    That of the backward ops never rises, with the fewest bytes read out of place: of values that
+    the forward of the block neither reads nor writes. Where several will do an op stays with the
+    higher block, so that the next is needed late.
     """
-    model, count = parts.model, len(parts.starts)
-    entered = {value: block for block, value in enumerate(parts.enters) if value is not None}
-    costs: list[npt.NDArray[np.float64]] = []
-    for op in range(parts.turn + 1, model.n):
-        cost = np.zeros(count)
-        for value in model.reads[op]:
-            if value in parts.home:
-                cost += model.bytes[value]
-                for block in (parts.home[value], entered.get(value)):
-                    if block is not None:
-                        cost[block] -= model.bytes[value]
-        costs.append(cost)
-    return never_rising(costs, count)
+    forward = (np.searchsorted(starts, np.arange(turn + 1), side="right") - 1).tolist()
+    near: dict[int, set[int]] = {}
+    for op, block in enumerate(forward):
+        for value in (*model.reads[op], *model.writes[op]):
+            if model.evictable(value):
+                near.setdefault(value, set()).add(block)
+    costs = np.zeros((model.n - turn - 1, len(starts)))
+    from_above = np.zeros(len(starts))
+    for cost, reads in zip(costs, model.reads[turn + 1 :], strict=True):
+        for value in reads:
+            for block in near.get(value, ()):
+                cost[block] -= model.bytes[value]
+        cost += from_above
+        from_above = np.minimum.accumulate(cost[::-1])[::-1]
+    backward, block = list[int](), 0
+    for cost in costs[::-1]:
+        block = len(starts) - 1 - int(cost[block:][::-1].argmin())
+        backward.append(block)
+    return [*forward, *backward[::-1]]
 
 
 def _build(model: IndexedProblem, turn: int, cuts: Sequence[int]) -> Chain:
-    parts = _segments(model, turn, (0, *cuts))
-    owners = _owners(parts)
-    first_op, count = turn + 1, len(parts.starts)
-    read = {
-        block
-        for op, block in enumerate(owners, first_op)
-        if not parts.home.keys().isdisjoint(model.reads[op])
+    starts, first_op = (0, *cuts), turn + 1
+    block_of = block_of_each_op(model, turn, starts)
+    owners = block_of[first_op:]
+    home = {
+        value: block_of[op]
+        for value, op in enumerate(model.writer)
+        if op <= turn and model.evictable(value)
     }
+    reads = enumerate(model.reads[first_op:])
+    read = {owners[k] for k, values in reads if not home.keys().isdisjoint(values)}
     if not read or (len(read) < 2 and model.n > constants.FEW_OPS):
         raise NotAChain("its backward ops read the values of one forward segment only")
-    sizes = [owners.count(block) for block in reversed(range(count))]
-    stops = list(accumulate(sizes, initial=first_op))
+    last = last_reads(model, turn).items()
+    enters = [next((v for v, op in last if model.writer[v] < s <= op), None) for s in starts]
+    sizes = Counter(owners)
+    stops = accumulate((sizes[k] for k in reversed(range(len(starts)))), initial=first_op)
     backward = [range(start, stop) for start, stop in pairwise(stops)][::-1]
-    fixed, early = _out_of_place(parts, owners, backward)
-    blocks = []
-    for block, (start, stop) in enumerate(pairwise((*parts.starts, first_op))):
-        local = frozenset(v for v, home in parts.home.items() if home == block) - fixed
-        enters = parts.enters[block]
-        leaves = parts.enters[block + 1] if block + 1 < count else None
-        blocks.append(
-            Block(
-                forward=range(start, stop),
-                backward=backward[block],
-                enters=None if enters in fixed else enters,
-                leaves=None if leaves in fixed else leaves,
-                local=local,
-                early=local & early,
-            )
+    fixed, early = _out_of_place(model, home, enters, owners, backward)
+    through = [None if value in fixed else value for value in (*enters, None)]
+    local: list[set[int]] = [set() for _ in starts]
+    for value in home.keys() - fixed:
+        local[home[value]].add(value)
+    blocks = tuple(
+        Block(
+            range(start, stop),
+            backward[k],
+            through[k],
+            through[k + 1],
+            frozenset(local[k]),
+            frozenset(local[k] & early),
         )
+        for k, (start, stop) in enumerate(pairwise((*starts, first_op)))
+    )
     spans = _spans(model, blocks)
-    during, before = _profile(model, spans)
-    return Chain(model, turn, parts.starts[1:], tuple(blocks), spans, during, before)
+    return Chain(model, turn, starts[1:], blocks, spans, *_profile(model, spans))
 
 
 def _refuse_one_large(model: IndexedProblem, blocks: Sequence[Block]) -> None:
@@ -281,22 +265,20 @@ def _refuse_one_large(model: IndexedProblem, blocks: Sequence[Block]) -> None:
 
 
 def _out_of_place(
-    parts: _Segments, owners: Sequence[int], backward: Sequence[range]
-) -> tuple[set[int], set[int]]:
+    model: IndexedProblem, home: Mapping[int, int], enters: Sequence[int | None],
+    owners: Sequence[int], backward: Sequence[range],
+) -> tuple[set[int], set[int]]:  # fmt: skip
     """Values that the chain may not free at all, and those not before their backward."""
-    fixed: set[int] = set()
-    early: set[int] = set()
-    saved: set[int] = set()
-    for op, block in enumerate(owners, parts.turn + 1):
-        for value in set(parts.model.reads[op]) & parts.home.keys():
+    first_op, sizes = model.n - len(owners), model.bytes
+    saved, fixed, early = set[int](), set[int](), set[int]()
+    for op, block in enumerate(owners, first_op):
+        for value in home.keys() & model.reads[op]:
             saved.add(value)
-            if not parts.may_read(value, block):
-                (early if op < backward[parts.home[value]].start else fixed).add(value)
+            if block != home[value] and value != enters[block]:
+                (early if op < backward[home[value]].start else fixed).add(value)
     wrong = fixed | early
-    total, sizes = sum(parts.model.bytes[v] for v in saved), parts.model.bytes
-    if sum(sizes[v] for v in wrong) > total / 2:
-        worst = max(wrong, key=lambda v: (sizes[v], v))
-        name = parts.model.value_names[worst]
+    if sum(sizes[v] for v in wrong) > sum(sizes[v] for v in saved) / 2:
+        name = model.value_names[max(wrong, key=lambda v: (sizes[v], v))]
         raise NotAChain(f"backward ops read {name} and others while another block's turn is on")
     return fixed, early - fixed
 
@@ -465,24 +447,14 @@ def _worst(
     chain: Chain, steps: Steps, values: frozenset[int], keep: frozenset[int], base: Sequence[Base]
 ) -> int:
     """Bytes at the worst step: the given values, the workspace and the base."""
-    worst, back = 0, backwards(chain.model, steps, values, keep)
+    model, spans, worst = chain.model, chain.spans, 0
+    back = backwards(model, steps, values, keep)
     for (op, alive, gone), (fixed, first) in zip(back, base, strict=True):
-        over = _overtaken(chain, op, values, gone, first) if chain.model.inplace[op] else 0
-        worst = max(worst, fixed + alive - over)
+        if model.inplace[op]:
+            begins, ends = set(values.intersection(model.writes[op])), set(gone)
+            if first:  # fixed values begin and end at first runs only
+                begins.update(spans.keys() & model.writes[op])
+                ends.update(v for v in model.reads[op] if v in spans and spans[v][1] == op)
+            alive -= overtaken(model, op, ends, begins)
+        worst = max(worst, fixed + alive)
     return worst
-
-
-def _overtaken(chain: Chain, op: int, values: frozenset[int], gone: set[int], first: bool) -> int:
-    """Bytes that the op writes in place; fixed values begin and end at first runs only."""
-    model, spans = chain.model, chain.spans
-    begins, ends = set(values.intersection(model.writes[op])), set(gone)
-    if first:
-        begins.update(v for v in model.writes[op] if v in spans)
-        ends.update(v for v in model.reads[op] if v in spans and spans[v][1] == op)
-    saved = 0
-    for read, write in model.inplace[op]:
-        if read in ends and write in begins:
-            ends.remove(read)
-            begins.remove(write)
-            saved += min(model.bytes[read], model.bytes[write])
-    return saved

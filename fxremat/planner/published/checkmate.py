@@ -24,12 +24,7 @@ from fxremat.core.timeline import replay
 from fxremat.planner import constants
 from fxremat.planner.local.stage_schedule import steps_of
 from fxremat.planner.milp.highs import BOUND_MARGIN, Solution, Status
-from fxremat.planner.published.checkmate_milp import (
-    Allowed,
-    CheckmateMilp,
-    build_programme,
-    start_values,
-)
+from fxremat.planner.published.checkmate_milp import Allowed, CheckmateMilp
 from fxremat.planner.published.known_schedule import (
     Incumbent,
     all_runs,
@@ -59,7 +54,7 @@ class TooManyRuns(ProblemRefused, ValueError):
 
 def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) -> Plan:
     """The plan of least time within the budget, proven so where the limits allow."""
-    work = _CheckmateSearch.begin(NAME, problem, budget_bytes, options)
+    work = _CheckmateSearch(NAME, problem, budget_bytes, options)
     if not work.is_decided():
         allowed = all_runs(work.model)
         count = sum(map(len, allowed))
@@ -71,7 +66,7 @@ def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) ->
 
 def solve_pruned(problem: Problem, budget_bytes: int | None, options: SolverOptions) -> Plan:
     """The best plan found with repeats near to where they are read."""
-    work = _CheckmateSearch.begin(PRUNED, problem, budget_bytes, options)
+    work = _CheckmateSearch(PRUNED, problem, budget_bytes, options)
     if work.is_decided():
         return work.plan()
     idle, before, hops = 0, None, 1
@@ -99,7 +94,7 @@ class _CheckmateSearch(Incumbent):
         ordered: set[int] = set()
         room = self.budget
         for round_number in range(2 * ROUNDS):
-            programme = build_programme(self.model, room, allowed, ordered)
+            programme = CheckmateMilp(self.model, room, allowed, ordered)
             solution = self._solve(programme, nodes, proves=full and round_number == 0)
             if full and round_number == 0:
                 self._note_bounds(programme, solution)
@@ -116,7 +111,7 @@ class _CheckmateSearch(Incumbent):
         return False
 
     def _solve(self, programme: CheckmateMilp, nodes: int, proves: bool) -> Solution:
-        start = start_values(programme, self.runs) if self.fits() else None
+        start = programme.start_values(self.runs) if self.fits() else None
 
         def on_progress(objective: float, bound: float) -> None:
             bound_us = max(self.model.problem.base_time_us, bound * programme.time_unit)

@@ -26,7 +26,6 @@ Bytes are in units of a thousandth of the budget, times in thousandths of the ba
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
 
 from fxremat.planner.indexed_problem import INPUT, IndexedProblem
 from fxremat.planner.local.stage_schedule import ExtraRun, StageSchedule
@@ -36,37 +35,38 @@ Allowed = Sequence[Sequence[int]]
 """For each stage the ops that may run again in it, in base order."""
 
 
-@dataclass
 class CheckmateMilp:
-    """The columns and rows for one problem, one budget and one choice of allowed repeats."""
+    """The columns and rows for one problem, one budget and one choice of allowed repeats.
 
-    model: IndexedProblem
-    budget: int
-    allowed: Allowed
-    ordered: Collection[int]
-    milp: Milp = field(default_factory=Milp)
-    run: list[dict[int, int]] = field(default_factory=list)
-    stay: list[dict[int, int]] = field(default_factory=list)
-    free: list[dict[tuple[int, int], int]] = field(default_factory=list)
-    held_throughout: list[dict[int, int]] = field(default_factory=list)
-    bytes_at_start: list[int] = field(default_factory=list)
-    sums: list[tuple[int, list[Term]]] = field(default_factory=list)
-    """Columns of bytes, each with the terms that it is the sum of; earlier sums come first."""
+    The order of repeats counts in the stages ``ordered``. ``sums`` are columns of bytes, each with
+    the terms that it is the sum of; earlier sums come first.
+    """
 
-    def __post_init__(self) -> None:
-        model, milp = self.model, self.milp
-        self.byte_unit = max(1, self.budget) / SCALE
+    def __init__(
+        self, model: IndexedProblem, budget: int, allowed: Allowed, ordered: Collection[int]
+    ) -> None:
+        self.model, self.allowed, self.ordered, self.milp = model, allowed, ordered, Milp()
+        self.byte_unit = max(1, budget) / SCALE
         self.time_unit = max(1e-9, model.problem.base_time_us) / SCALE
-        self.zero = milp.real(high=0.0)
-        self.one = milp.real(low=1.0)
+        self.zero = self.milp.real(high=0.0)
+        self.one = self.milp.real(low=1.0)
+        self.sums: list[tuple[int, list[Term]]] = []
+        self.free: list[dict[tuple[int, int], int]] = [{} for _ in range(model.n)]
+        self.held_throughout: list[dict[int, int]] = [{} for _ in range(model.n)]
         self.touched = [self._touched(stage) for stage in range(model.n)]
-        self._add_runs()
-        self._add_stays()
-        self._balance_stages()
+        self.run = self._runs()
+        self.stay = self._stays()
+        self.bytes_at_start = self._balanced_stages()
         for stage in range(model.n):
             self._fit_first_run(stage)
-            self.free.append({})
-            self.held_throughout.append({})
+        for stage in range(model.n):
+            if stage in ordered:
+                self._add_frees(stage)
+                self._track_order(stage)
+                self._fit_in_order(stage)
+            else:
+                self._provide_reads(stage)
+                self._fit_in_any_order(stage)
 
     # -- columns ---------------------------------------------------------------------------
 
@@ -79,41 +79,40 @@ class CheckmateMilp:
             values |= dict.fromkeys(model.writes[op])
         return list(values)
 
-    def _add_runs(self) -> None:
+    def _runs(self) -> list[dict[int, int]]:
         """R[t,k] for the allowed k < t; R[t,t] = 1."""
-        for stage, reruns in enumerate(self.allowed):
-            cost = self.model.time
-            row = {op: self.milp.binary(cost[op] / self.time_unit) for op in reruns}
-            row[stage] = self.one
-            self.run.append(row)
+        costs = [time / self.time_unit for time in self.model.time]
         self.milp.cost[self.one] = sum(self.model.time) / self.time_unit
+        return [
+            {op: self.milp.binary(costs[op]) for op in reruns} | {stage: self.one}
+            for stage, reruns in enumerate(self.allowed)
+        ]
 
-    def _add_stays(self) -> None:
+    def _stays(self) -> list[dict[int, int]]:
         """S[t,v]: nothing, everything, the column of the stage before, or one of its own."""
         model = self.model
-        self.stay = [{} for _ in range(model.n + 1)]
-        first = self.model.last_reads
-        last = self._last_uses(first)
+        stay: list[dict[int, int]] = [{} for _ in range(model.n + 1)]
+        last = self._last_uses()
         reruns = {op for ops in self.allowed for op in ops}
         touched = [set(values) for values in self.touched]
-        for value in range(len(model.bytes)):
-            writer = model.writer[value]
+        for value, writer in enumerate(model.writer):
             begin = 0 if writer == INPUT else writer + 1
             pinned = model.n if model.is_output[value] else -1
             if writer not in reruns:
-                pinned = max(pinned, first[value], 0 if writer == INPUT else -1)
+                pinned = max(pinned, model.last_reads[value], 0 if writer == INPUT else -1)
             for stage in range(begin, max(pinned, last[value]) + 1):
                 if stage <= pinned:
                     column = self.one
                 elif stage == begin or value in touched[stage - 1]:
                     column = self.milp.binary()
                 else:
-                    column = self.stay[stage - 1][value]
-                self.stay[stage][value] = column
+                    column = stay[stage - 1][value]
+                stay[stage][value] = column
+        return stay
 
-    def _last_uses(self, first: Sequence[int]) -> list[int]:
+    def _last_uses(self) -> list[int]:
         """The last stage in which an op may read each value."""
-        out = list(first)
+        out = list(self.model.last_reads)
         for stage, reruns in enumerate(self.allowed):
             for op in reruns:
                 for value in self.model.reads[op]:
@@ -148,21 +147,22 @@ class CheckmateMilp:
 
     # -- rows of every programme -----------------------------------------------------------
 
-    def _balance_stages(self) -> None:
+    def _balanced_stages(self) -> list[int]:
         """bytes_at_start[t+1] - bytes_at_start[t] = sum of m_v (S[t+1,v] - S[t,v])
 
         over the values that stage t may change.
         """
         model = self.model
         floor = model.problem.resident_bytes + sum(model.bytes[value] for value in model.inputs)
-        self.bytes_at_start = [self.sum_of([(self.one, floor / self.byte_unit)])]
+        found = [self.sum_of([(self.one, floor / self.byte_unit)])]
         for stage, values in enumerate(self.touched):
-            terms: list[Term] = [(self.bytes_at_start[stage], 1.0)]
+            terms: list[Term] = [(found[stage], 1.0)]
             for value in values:
                 old, new = self.stays(stage, value), self.stays(stage + 1, value)
                 if old != new:
                     terms += [(new, self.size(value)), (old, -self.size(value))]
-            self.bytes_at_start.append(self.sum_of(terms))
+            found.append(self.sum_of(terms))
+        return found
 
     def _fit_first_run(self, stage: int) -> None:
         """bytes_at_start[t+1] + what goes after op t + workspace - what it takes over <= budget.
@@ -202,179 +202,153 @@ class CheckmateMilp:
             met |= {read, write}
         return out
 
+    # -- rows of stages whose order counts -------------------------------------------------
 
-def build_programme(
-    model: IndexedProblem, budget: int, allowed: Allowed, ordered: Collection[int]
-) -> CheckmateMilp:
-    """The whole programme; the order of repeats counts in the stages ``ordered``."""
-    programme = CheckmateMilp(model, budget, allowed, ordered)
-    for stage in range(model.n):
-        if stage in ordered:
-            _add_frees(programme, stage)
-            _track_order(programme, stage)
-            _fit_in_order(programme, stage)
-        else:
-            _provide_reads(programme, stage)
-            _fit_in_any_order(programme, stage)
-    return programme
+    def _users(self, stage: int, value: int) -> list[int]:
+        """The ops that may read the value in the stage, in order."""
+        return [op for op in self.run[stage] if value in self.model.reads[op]]
 
+    def _add_frees(self, stage: int) -> None:
+        """FREE[t,v,k] <= R[t,k], for repeats k that write or read v, unless op t reads it too."""
+        model = self.model
+        kept_on = {*model.reads[stage], *model.writes[stage]}
+        for op in self.allowed[stage]:
+            for value in (*model.reads[op], *model.writes[op]):
+                if value not in kept_on and not model.is_output[value]:
+                    column = self.milp.real()
+                    self.free[stage][value, op] = column
+                    self.at_most([(column, 1.0)], [(self.run[stage][op], 1.0)])
 
-def _users(programme: CheckmateMilp, stage: int, value: int) -> list[int]:
-    """The ops that may read the value in the stage, in order."""
-    return [op for op in programme.run[stage] if value in programme.model.reads[op]]
+    def _track_order(self, stage: int) -> None:
+        """R[t,k] + sum of FREE[t,v,i] over i before k <= S[t,v] + R[t,w], for users k of v.
 
+        After the last user the same holds of S[t+1,v]; the paper's bounds on FREE follow. No
+        stage that runs w has v before, as its readers come later: S[t,v] + R[t,w] <= 1.
+        """
+        for value in self.touched[stage]:
+            if self.model.is_output[value]:
+                continue
+            available, writer = self.available(stage, value), self.model.writer[value]
+            gone: list[Term] = []
+            if writer in self.allowed[stage]:
+                self.at_most(available, [], 1.0)
+            for op in sorted({*self._users(stage, value), *{writer} & {*self.run[stage]}}):
+                if op != writer:
+                    self.at_most([(self.run[stage][op], 1.0), *gone], available)
+                gone += present(self.free[stage].get((value, op)))
+            self.at_most([(self.stays(stage + 1, value), 1.0), *gone], available)
 
-def _add_frees(programme: CheckmateMilp, stage: int) -> None:
-    """FREE[t,v,k] <= R[t,k], for repeats k that write or read v, unless op t reads it too."""
-    model = programme.model
-    kept_on = {*model.reads[stage], *model.writes[stage]}
-    for op in programme.allowed[stage]:
-        for value in (*model.reads[op], *model.writes[op]):
-            if value not in kept_on and not model.is_output[value]:
-                column = programme.milp.real()
-                programme.free[stage][value, op] = column
-                programme.at_most([(column, 1.0)], [(programme.run[stage][op], 1.0)])
+    def _fit_in_order(self, stage: int) -> None:
+        """U[t,k] = U after the repeat before k + R[t,k] (writes + workspace) - taken over <= budget
 
+        for the repeats k, in base order.
+        After k its workspace goes, and m_v FREE[t,v,k] of what it reads and writes, less what it
+        took over from v: these bytes went before. A pair counts wherever its read goes, so what
+        is taken over is a part of FREE.
+        """
+        model = self.model
+        before: list[Term] = [(self.bytes_at_start[stage], 1.0)]
+        for op in self.allowed[stage]:
+            ran = self.run[stage][op]
+            # Outputs are there already, so that a repeat does not write them.
+            written = sum(self.size(v) for v in model.writes[op] if not model.is_output[v])
+            own = written + model.workspace[op] / self.byte_unit
+            saved = self.taken_over(stage, op)
+            gone, shared = list[Term](), list[Term]()
+            for value in (*model.reads[op], *model.writes[op]):
+                column, taken = self.free[stage].get((value, op)), saved.get(value, 0.0)
+                gone += present(column, factor=taken - self.size(value))
+                shared += present(column, factor=-taken)
+            used = self.sum_of([*before, (ran, own), *shared])
+            before = [(used, 1.0), (ran, -model.workspace[op] / self.byte_unit), *gone]
 
-def _track_order(programme: CheckmateMilp, stage: int) -> None:
-    """R[t,k] + sum of FREE[t,v,i] over i before k <= S[t,v] + R[t,w], for users k of v.
+    # -- rows of other stages --------------------------------------------------------------
 
-    After the last user the same holds of S[t+1,v]; the paper's bounds on FREE follow. No
-    stage that runs w has v before, as its readers come later: S[t,v] + R[t,w] <= 1.
-    """
-    for value in programme.touched[stage]:
-        if programme.model.is_output[value]:
-            continue
-        available, writer = programme.available(stage, value), programme.model.writer[value]
-        gone: list[Term] = []
-        if writer in programme.allowed[stage]:
-            programme.at_most(available, [], 1.0)
-        for op in sorted({*_users(programme, stage, value), *{writer} & {*programme.run[stage]}}):
-            if op != writer:
-                programme.at_most([(programme.run[stage][op], 1.0), *gone], available)
-            gone += present(programme.free[stage].get((value, op)))
-        programme.at_most([(programme.stays(stage + 1, value), 1.0), *gone], available)
+    def _provide_reads(self, stage: int) -> None:
+        """R[t,k] <= S[t,v] + R[t,w] for reads v of k; S[t+1,v] <= S[t,v] + R[t,w]."""
+        for value in self.touched[stage]:
+            if not self.model.is_output[value]:
+                available = self.available(stage, value)
+                for op in self._users(stage, value):
+                    self.at_most([(self.run[stage][op], 1.0)], available)
+                self.at_most([(self.stays(stage + 1, value), 1.0)], available)
 
+    def _fit_in_any_order(self, stage: int) -> None:
+        """Other values held + R[t,k] (reads + writes + workspace - taken over) <= budget."""
+        if not self.allowed[stage]:
+            return
+        model = self.model
+        held = self._add_held_throughout(stage)
+        changes: list[Term] = []
+        for value, column in held.items():
+            size = self.size(value)
+            changes += [(self.stay[stage][value], -size), (column, size)]
+        others = self.sum_of([(self.bytes_at_start[stage], 1.0), *changes])
+        for op in self.allowed[stage]:
+            terms: list[Term] = [(others, 1.0)]
+            saved = self.taken_over(stage, op).values()
+            own = model.workspace[op] / self.byte_unit - sum(saved)
+            for value in (*model.reads[op], *model.writes[op]):
+                if not model.is_output[value]:
+                    own += self.size(value)
+                    terms += present(held.get(value), factor=-self.size(value))
+            self.at_most([*terms, (self.run[stage][op], own)], [], SCALE)
 
-def _fit_in_order(programme: CheckmateMilp, stage: int) -> None:
-    """U[t,k] = U after the repeat before k + R[t,k] (writes + workspace) - taken over <= budget.
+    def _add_held_throughout(self, stage: int) -> dict[int, int]:
+        """held_throughout[t,v] >= S[t,v] + S[t+1,v] - 1 - R[t,w]
 
-    After k its workspace goes, and m_v FREE[t,v,k] of what it reads and writes, less what it
-    took over from v: these bytes went before. A pair counts wherever its read goes, so what
-    is taken over is a part of FREE.
-    """
-    model = programme.model
-    before: list[Term] = [(programme.bytes_at_start[stage], 1.0)]
-    for op in programme.allowed[stage]:
-        ran = programme.run[stage][op]
-        # Outputs are there already, so that a repeat does not write them.
-        written = sum(programme.size(v) for v in model.writes[op] if not model.is_output[v])
-        own = written + model.workspace[op] / programme.byte_unit
-        saved = programme.taken_over(stage, op)
-        gone, shared = _gone(programme, stage, op, saved)
-        used = programme.sum_of([*before, (ran, own), *shared])
-        before = [(used, 1.0), (ran, -model.workspace[op] / programme.byte_unit), *gone]
+        with 1 for S[t+1,v] if op t reads v.
+        A copy is held throughout the stage if it is there at its start, must be there at its
+        end, and is not written again. Values that nothing in the stage touches need no column.
+        """
+        model, one = self.model, self.one
+        for value in self.touched[stage]:
+            if value not in self.stay[stage] or model.is_output[value]:
+                continue
+            needed = one if value in model.reads[stage] else self.stays(stage + 1, value)
+            run = self.run[stage].get(model.writer[value])
+            terms = [(self.stay[stage][value], 1.0), (needed, 1.0), (one, -1.0)]
+            terms += present(run, factor=-1.0)
+            column = self.held_throughout[stage][value] = self.milp.real()
+            self.at_most(terms, [(column, 1.0)])
+        return self.held_throughout[stage]
 
+    # -- values of the columns -------------------------------------------------------------
 
-def _gone(
-    programme: CheckmateMilp, stage: int, op: int, saved: dict[int, float]
-) -> tuple[list[Term], list[Term]]:
-    """Terms of the bytes that are freed after the op, and of those that it takes over."""
-    gone, shared = list[Term](), list[Term]()
-    for value in (*programme.model.reads[op], *programme.model.writes[op]):
-        column, taken = programme.free[stage].get((value, op)), saved.get(value, 0.0)
-        gone += present(column, factor=taken - programme.size(value))
-        shared += present(column, factor=-taken)
-    return gone, shared
+    def start_values(self, runs: Collection[ExtraRun]) -> list[float] | None:
+        """The value of every column for a schedule; None where the programme does not allow it."""
+        if any(op not in self.run[stage] for op, stage in runs):
+            return None
+        state = StageSchedule(self.model, runs)
+        values = [0.0] * len(self.milp.cost)
+        values[self.one] = 1.0
+        for op, stage in runs:
+            values[self.run[stage][op]] = 1.0
+        for stage, row in enumerate(self.stay):
+            for value, column in row.items():
+                values[column] = float(column == self.one or state.live_in(value, stage))
+        for stage in range(self.model.n):
+            self._set_frees(stage, values)
+            self._set_held(stage, values)
+        for column, terms in self.sums:
+            values[column] = sum(values[other] * factor for other, factor in terms)
+        return values
 
+    def _set_frees(self, stage: int, values: list[float]) -> None:
+        """A value that does not stay goes after the last op that runs and touches it."""
+        last: dict[int, int] = {}
+        for value, op in self.free[stage]:
+            stays = values[self.stays(stage + 1, value)]
+            if values[self.run[stage][op]] and not stays:
+                last[value] = max(op, last.get(value, op))
+        for value, op in last.items():
+            values[self.free[stage][value, op]] = 1.0
 
-def _provide_reads(programme: CheckmateMilp, stage: int) -> None:
-    """R[t,k] <= S[t,v] + R[t,w] for reads v of k; S[t+1,v] <= S[t,v] + R[t,w]."""
-    for value in programme.touched[stage]:
-        if not programme.model.is_output[value]:
-            available = programme.available(stage, value)
-            for op in _users(programme, stage, value):
-                programme.at_most([(programme.run[stage][op], 1.0)], available)
-            programme.at_most([(programme.stays(stage + 1, value), 1.0)], available)
-
-
-def _fit_in_any_order(programme: CheckmateMilp, stage: int) -> None:
-    """Other values held + R[t,k] (reads + writes + workspace - taken over) <= budget."""
-    if not programme.allowed[stage]:
-        return
-    model = programme.model
-    held = _add_held_throughout(programme, stage)
-    changes: list[Term] = []
-    for value, column in held.items():
-        size = programme.size(value)
-        changes += [(programme.stay[stage][value], -size), (column, size)]
-    others = programme.sum_of([(programme.bytes_at_start[stage], 1.0), *changes])
-    for op in programme.allowed[stage]:
-        terms: list[Term] = [(others, 1.0)]
-        saved = programme.taken_over(stage, op).values()
-        own = model.workspace[op] / programme.byte_unit - sum(saved)
-        for value in (*model.reads[op], *model.writes[op]):
-            if not model.is_output[value]:
-                own += programme.size(value)
-                terms += present(held.get(value), factor=-programme.size(value))
-        programme.at_most([*terms, (programme.run[stage][op], own)], [], SCALE)
-
-
-def _add_held_throughout(programme: CheckmateMilp, stage: int) -> dict[int, int]:
-    """held_throughout[t,v] >= S[t,v] + S[t+1,v] - 1 - R[t,w], with 1 for S[t+1,v] if op t reads v.
-
-    A copy is held throughout the stage if it is there at its start, must be there at its
-    end, and is not written again. Values that nothing in the stage touches need no column.
-    """
-    model, one = programme.model, programme.one
-    for value in programme.touched[stage]:
-        if value not in programme.stay[stage] or model.is_output[value]:
-            continue
-        needed = one if value in model.reads[stage] else programme.stays(stage + 1, value)
-        run = programme.run[stage].get(model.writer[value])
-        terms = [(programme.stay[stage][value], 1.0), (needed, 1.0), (one, -1.0)]
-        terms += present(run, factor=-1.0)
-        column = programme.held_throughout[stage][value] = programme.milp.real()
-        programme.at_most(terms, [(column, 1.0)])
-    return programme.held_throughout[stage]
-
-
-def start_values(programme: CheckmateMilp, runs: Collection[ExtraRun]) -> list[float] | None:
-    """The value of every column for a schedule; None where the programme does not allow it."""
-    if any(op not in programme.run[stage] for op, stage in runs):
-        return None
-    state = StageSchedule(programme.model, runs)
-    values = [0.0] * len(programme.milp.cost)
-    values[programme.one] = 1.0
-    for op, stage in runs:
-        values[programme.run[stage][op]] = 1.0
-    for stage, row in enumerate(programme.stay):
-        for value, column in row.items():
-            values[column] = float(column == programme.one or state.live_in(value, stage))
-    for stage in range(programme.model.n):
-        _set_frees(programme, stage, values)
-        _set_held(programme, stage, values)
-    for column, terms in programme.sums:
-        values[column] = sum(values[other] * factor for other, factor in terms)
-    return values
-
-
-def _set_frees(programme: CheckmateMilp, stage: int, values: list[float]) -> None:
-    """A value that does not stay goes after the last op that runs and touches it."""
-    last: dict[int, int] = {}
-    for value, op in programme.free[stage]:
-        stays = values[programme.stays(stage + 1, value)]
-        if values[programme.run[stage][op]] and not stays:
-            last[value] = max(op, last.get(value, op))
-    for value, op in last.items():
-        values[programme.free[stage][value, op]] = 1.0
-
-
-def _set_held(programme: CheckmateMilp, stage: int, values: list[float]) -> None:
-    """The least that the row of the column allows."""
-    reads = programme.model.reads[stage]
-    for value, column in programme.held_throughout[stage].items():
-        needed = value in reads or values[programme.stays(stage + 1, value)]
-        ran = programme.run[stage].get(programme.model.writer[value], programme.zero)
-        available = values[programme.stays(stage, value)]
-        values[column] = max(0.0, available + needed - 1.0 - values[ran])
+    def _set_held(self, stage: int, values: list[float]) -> None:
+        """The least that the row of the column allows."""
+        reads = self.model.reads[stage]
+        for value, column in self.held_throughout[stage].items():
+            needed = value in reads or values[self.stays(stage + 1, value)]
+            ran = self.run[stage].get(self.model.writer[value], self.zero)
+            available = values[self.stays(stage, value)]
+            values[column] = max(0.0, available + needed - 1.0 - values[ran])

@@ -38,66 +38,59 @@ from fxremat.core.problem import Change, Op, Problem, Value, Variant
 from fxremat.core.variants import take
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.indexed_problem import INPUT, IndexedProblem, build_model, live_bytes
-from fxremat.planner.published.chain import last_reads, turns
-from fxremat.planner.published.parts import (
-    Part,
-    Steps,
-    makers,
-    most_alive,
-    never_rising,
-    read_later,
-)
+from fxremat.planner.published.chain import block_of_each_op, last_reads, turns
+from fxremat.planner.published.parts import Part, Steps, makers, most_alive, read_later
 from fxremat.planner.variants.all_variants import combine
 from fxremat.planner.variants.choice_milp import ChoiceMilp
 from fxremat.planner.variants.choose_and_plan import runs_that_hold
 
 
 @dataclass(frozen=True)
-class Decomposition:
-    """A model in clusters, in forward order; the backward parts come in reverse order.
+class Cluster(Part):
+    """A part whose forward ``makes`` values, too, that others read and that it can make again."""
 
-    ``makes`` has the values of each cluster's forward part that can be computed again and that
-    other clusters read as well.
-    """
+    makes: frozenset[int]
+
+    @property
+    def own(self) -> frozenset[int]:
+        """All values of its forward that can be computed again."""
+        return self.local | self.makes
+
+
+@dataclass(frozen=True)
+class Decomposition:
+    """A model in clusters, in forward order; the backward parts come in reverse order."""
 
     model: IndexedProblem
     turn: int
-    clusters: tuple[Part, ...]
-    makes: tuple[frozenset[int], ...]
-
-    @staticmethod
-    def cut(model: IndexedProblem, turn: int, starts: Iterable[int]) -> Decomposition:
-        """The clusters that begin at op 0 and at these ops of the forward part."""
-        firsts = [0, *starts]
-        of_op = np.searchsorted(firsts, np.arange(turn + 1), side="right") - 1
-        owners = _owners(model, turn, of_op, len(firsts))
-        whose = [int(c) for c in of_op] + owners
-        readers: list[set[int]] = [set() for _ in model.bytes]
-        for op, reads in enumerate(model.reads):
-            for value in reads:
-                readers[value].add(whose[op])
-        local: list[set[int]] = [set() for _ in firsts]
-        makes: list[set[int]] = [set() for _ in firsts]
-        for value, op in enumerate(model.writer):
-            if op <= turn and model.evictable(value):
-                alone = readers[value] <= {whose[op]}
-                (local if alone else makes)[whose[op]].add(value)
-        clusters = []
-        for c, (start, stop) in enumerate(pairwise((*firsts, turn + 1))):
-            ops = [turn + 1 + k for k, owner in enumerate(owners) if owner == c]
-            backward = range(ops[0], ops[-1] + 1) if ops else range(model.n, model.n)
-            clusters.append(_part(model, range(start, stop), backward, (local[c], makes[c])))
-        return Decomposition(model, turn, tuple(clusters), tuple(map(frozenset, makes)))
+    clusters: tuple[Cluster, ...]
 
 
-def _part(
-    model: IndexedProblem,
-    forward: range,
-    backward: range,
-    own: tuple[set[int], set[int]],
-) -> Part:
-    """A cluster, to be planned alone; ``own`` are its local values and those that it makes."""
-    local, makes = own
+def decompose(model: IndexedProblem, count: int) -> Decomposition:
+    """The model in about so many clusters."""
+    turn = turn_of(model)
+    firsts = [0, *narrow_cuts(model, turn, max(1, min(count, turn + 1)))]
+    whose = block_of_each_op(model, turn, firsts)
+    readers: list[set[int]] = [set() for _ in model.bytes]
+    for op, reads in enumerate(model.reads):
+        for value in reads:
+            readers[value].add(whose[op])
+    local: list[set[int]] = [set() for _ in firsts]
+    makes: list[set[int]] = [set() for _ in firsts]
+    for value, op in enumerate(model.writer):
+        if op <= turn and model.evictable(value):
+            (local if readers[value] <= {whose[op]} else makes)[whose[op]].add(value)
+    clusters = []
+    for c, (start, stop) in enumerate(pairwise((*firsts, turn + 1))):
+        ops = [op for op in range(turn + 1, model.n) if whose[op] == c]
+        backward = range(ops[0], ops[-1] + 1) if ops else range(model.n, model.n)
+        clusters.append(_cluster(model, range(start, stop), backward, local[c], makes[c]))
+    return Decomposition(model, turn, tuple(clusters))
+
+
+def _cluster(
+    model: IndexedProblem, forward: range, backward: range, local: set[int], makes: set[int]
+) -> Cluster:
     end = max(forward.stop, backward.stop)
 
     def role(value: int) -> str:
@@ -105,15 +98,9 @@ def _part(
 
     def stays(value: int) -> bool:
         kept = model.is_output[value] or model.last_reads[value] >= end
-        return kept and role(value) == "outside" and not model.evictable(value)
+        return kept and not model.evictable(value)
 
-    return Part(model, forward, backward, frozenset(local), role, stays)
-
-
-def decompose(model: IndexedProblem, count: int) -> Decomposition:
-    """The model in about so many clusters."""
-    turn = turn_of(model)
-    return Decomposition.cut(model, turn, narrow_cuts(model, turn, max(1, min(count, turn + 1))))
+    return Cluster(model, forward, backward, frozenset(local), role, stays, frozenset(makes))
 
 
 def turn_of(model: IndexedProblem) -> int:
@@ -122,26 +109,6 @@ def turn_of(model: IndexedProblem) -> int:
     while turn > 0 and not any(model.evictable(value) for value in model.writes[turn]):
         turn -= 1
     return turn
-
-
-def _owners(model: IndexedProblem, turn: int, of_op: npt.NDArray[np.intp], count: int) -> list[int]:
-    """The cluster of each backward op: never rising, with the fewest bytes read out of place.
-
-    Where several will do an op stays with the higher cluster, so that the next is needed late.
-    """
-    near: dict[int, set[int]] = {}
-    for op in range(turn + 1):
-        for value in (*model.reads[op], *model.writes[op]):
-            if model.evictable(value):
-                near.setdefault(value, set()).add(int(of_op[op]))
-    costs: list[npt.NDArray[np.float64]] = []
-    for op in range(turn + 1, model.n):
-        cost = np.zeros(count)
-        for value in model.reads[op]:
-            for cluster in near.get(value, ()):
-                cost[cluster] -= model.bytes[value]
-        costs.append(cost)
-    return never_rising(costs, count)
 
 
 # -- where to cut ----------------------------------------------------------------------------
@@ -197,7 +164,6 @@ class Level:
 
     def __post_init__(self) -> None:
         self.model, self.clusters = self.decomposition.model, self.decomposition.clusters
-        self.makes = self.decomposition.makes
 
     def steps(self, budget: int, deadline: Deadline) -> Iterator[int]:
         """The ops of the best choice for a budget, in order; none where there is no choice."""
@@ -233,29 +199,21 @@ class Level:
     def problem(self) -> Problem:
         """The problem of this level."""
         model, clusters = self.model, range(len(self.clusters))
+        options = [(c, o) for c in clusters for o in range(len(self.options[c]))]
+        values = [Value(str(v), size) for v, size in enumerate(model.bytes) if self._crosses[v]]
+        values += [Value(f"save {c} {o}", self._bytes(self._saved(c, o))) for c, o in options]
+        values += [Value(f"run {c}", 0) for c in clusters]
         forward = [op for c in clusters for op in self._forward(c)]
         backward = [self._backward(c, 0) for c in reversed(clusters) if self.options[c]]
-        variants = [self._variant(c, o) for c in clusters for o in range(1, len(self.options[c]))]
-        values = [Value(str(v), size) for v, size in enumerate(model.bytes) if self._crosses[v]]
-        values += [
-            Value(f"save {c} {o}", self._held_between(c, o))
-            for c in clusters
-            for o in range(len(self.options[c]))
-        ]
-        values += [Value(f"run {c}", 0) for c in clusters]
-        resident = model.problem.resident_bytes
         return Problem(
             name="clusters",
-            values=(*values, Value("resident", resident)),
+            values=(*values, Value("resident", model.problem.resident_bytes)),
             ops=(*forward, *backward),
             inputs=self._named(model.inputs),
             resident=("resident",),
             outputs=self._named(v for v, kept in enumerate(model.is_output) if kept),
-            variants=tuple(variants),
+            variants=tuple(self._variant(c, o) for c, o in options if o),
         )
-
-    def _named(self, values: Sequence[int] | Iterator[int]) -> tuple[str, ...]:
-        return tuple(str(value) for value in values if self._crosses[value])
 
     @cached_property
     def _crosses(self) -> list[bool]:
@@ -278,18 +236,17 @@ class Level:
         """The ops of the forward part of a cluster."""
         model, cluster = self.model, self.clusters[c]
         written = {v for op in cluster.forward for v in model.writes[op] if self._crosses[v]}
-        makes = self.makes[c]
-        once = sorted(written - makes)
-        yield Op(f"once {c}", (), self._named(once), 0.0, phase="forward", repeatable=False)
-        name, own = f"run {c}", makes | cluster.local
-        again = self.again[name] = makers(model, cluster.forward, makes, own)
-        reads = {v for op in cluster.forward for v in model.reads[op]} - makes
+        reads = {v for op in cluster.forward for v in model.reads[op]} - cluster.makes
+        once = self._named(written - cluster.makes)
+        yield Op(f"once {c}", (), once, 0.0, phase="forward", repeatable=False)
+        name = f"run {c}"
+        again = self.again[name] = makers(model, cluster.forward, cluster.makes, cluster.own)
         yield Op(
             name,
-            self._named(sorted(reads)),
-            (*self._named(sorted(makes)), name),
+            self._named(reads),
+            (*self._named(cluster.makes), name),
             self._time(again),
-            self._workspace(cluster.forward, frozenset(written), reads | written),
+            self._workspace(cluster.forward, written, reads | written),
             phase="forward",
         )
         if self.options[c]:
@@ -298,13 +255,13 @@ class Level:
     def _save(self, c: int, o: int) -> Op:
         """What an option holds, made from what enters the cluster."""
         model, cluster = self.model, self.clusters[c]
-        name, saved, own = f"save {c} {o}", self._saved(c, o), self.makes[c] | cluster.local
-        again = self.again[name] = makers(model, cluster.forward, saved, own)
+        name, saved = f"save {c} {o}", self._saved(c, o)
+        again = self.again[name] = makers(model, cluster.forward, saved, cluster.own)
         reads = read_later(model, again)
         space = most_alive(model, again, saved | reads) - self._bytes(reads) - self._bytes(saved)
         return Op(
             name,
-            (*self._named(sorted(reads)), f"run {c}"),
+            (*self._named(reads), f"run {c}"),
             (name,),
             self._time(again),
             max(0, space),
@@ -313,21 +270,19 @@ class Level:
 
     def _backward(self, c: int, o: int) -> Op:
         """The backward of a cluster as an option says."""
-        model, steps = self.model, self.options[c][o]
-        cluster = self.clusters[c]
+        model, steps, cluster = self.model, self.options[c][o], self.clusters[c]
         self.again[f"back {c}"] = ()
-        reads = frozenset(v for v in read_later(model, steps) if self._crosses[v])
+        reads = {v for v in read_later(model, steps) if self._crosses[v]}
         written = {v for op in cluster.backward for v in model.writes[op] if self._crosses[v]}
-        keep = frozenset(written) | {
-            v for v in reads if model.is_output[v] or model.last_reads[v] >= cluster.backward.stop
-        }
-        inside = self._held_between(c, o)
+        end = cluster.backward.stop
+        staying = {v for v in reads if model.is_output[v] or model.last_reads[v] >= end}
+        space = self._workspace(steps, written | staying, reads | written)
         return Op(
             f"back {c}",
-            (*self._named(sorted(reads)), f"save {c} {o}"),
-            self._named(sorted(written)),
+            (*self._named(reads), f"save {c} {o}"),
+            self._named(written),
             self._time(steps),
-            max(0, self._workspace(steps, keep, reads | written) - inside),
+            max(0, space - self._bytes(self._saved(c, o))),
             phase="backward",
             repeatable=False,
         )
@@ -335,33 +290,30 @@ class Level:
     def _variant(self, c: int, o: int) -> Variant:
         """An option of a cluster; what its saving takes the first time is taken off again."""
         base, other, saved = self._backward(c, 0), self._backward(c, o), self._save(c, o)
-        added = other.time_us - base.time_us + self._save(c, 0).time_us - saved.time_us
         change = Change(
             base.name,
             drops=tuple(name for name in base.reads if name not in other.reads),
             adds=tuple(name for name in other.reads if name not in base.reads),
-            time_us=added,
+            time_us=other.time_us - base.time_us + self._save(c, 0).time_us - saved.time_us,
             workspace_bytes=other.workspace_bytes - base.workspace_bytes,
         )
         return Variant(f"{c}.{o}", (saved,), (change,))
 
     # -- figures ---------------------------------------------------------------------------
 
+    def _named(self, values: Iterable[int]) -> tuple[str, ...]:
+        return tuple(str(value) for value in sorted(values) if self._crosses[value])
+
     def _saved(self, c: int, o: int) -> frozenset[int]:
         return read_later(self.model, self.options[c][o]) & self.clusters[c].local
 
-    def _held_between(self, c: int, o: int) -> int:
-        return self._bytes(self._saved(c, o))
-
-    def _bytes(self, values: frozenset[int] | set[int]) -> int:
+    def _bytes(self, values: Iterable[int]) -> int:
         return sum(self.model.bytes[value] for value in values)
 
-    def _time(self, steps: Sequence[int]) -> float:
+    def _time(self, steps: Iterable[int]) -> float:
         return sum(self.model.time[op] for op in steps)
 
-    def _workspace(
-        self, steps: Sequence[int], keep: frozenset[int], seen: frozenset[int] | set[int]
-    ) -> int:
+    def _workspace(self, steps: Sequence[int], keep: set[int], seen: set[int]) -> int:
         """Bytes at the worst step beside those of the values that the level sees."""
-        worst = most_alive(self.model, steps, keep)
-        return max(0, worst - self._bytes({v for v in seen if self._crosses[v]}))
+        worst = most_alive(self.model, steps, frozenset(keep))
+        return max(0, worst - self._bytes(v for v in seen if self._crosses[v]))

@@ -11,6 +11,7 @@ again. Large clusters are cut again, down to those that the solver `moments` tak
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 
 from fxremat.core.constants import ROUNDS
@@ -23,7 +24,7 @@ from fxremat.planner.local.greedy import extra_runs
 from fxremat.planner.local.ruin_and_repair import polish
 from fxremat.planner.local.stage_schedule import ParetoFront, StageSchedule
 from fxremat.planner.milp.moments import Refinement
-from fxremat.planner.plans import make_plan, not_beaten, rank
+from fxremat.planner.plans import make_plan, rank
 from fxremat.planner.published.clusters import Decomposition, Level, decompose, turn_of
 from fxremat.planner.published.known_schedule import Incumbent, without_unread
 from fxremat.planner.published.parts import (
@@ -32,6 +33,7 @@ from fxremat.planner.published.parts import (
     Steps,
     most_alive,
     read_later,
+    worth_a_choice,
 )
 from fxremat.planner.solvers import SolverOptions
 
@@ -42,7 +44,7 @@ GRID = 10
 
 def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) -> Plan:
     """The plan of least time within the budget, or of least peak where none fits."""
-    call = Incumbent.begin(NAME, problem, budget_bytes, options)
+    call = Incumbent(NAME, problem, budget_bytes, options)
     model = call.model
     if budget_bytes is not None and not call.is_fastest():
         front = ParetoFront(model)
@@ -113,12 +115,9 @@ class Hierarchy:
         """Schedules of the cluster's own problem, for several pauses and budgets."""
         model = part.model
         written = {v for op in part.forward for v in model.writes[op] if model.evictable(v)}
-        whole = sum(model.bytes[v] for v in written) + max(model.own_bytes[op] for op in part.ops)
-        found = part.schedules(
-            whole, lambda op: model.repeatable[op], self.plans.deadline, self._improve
-        )
-        distinct = list(dict.fromkeys(found))
-        return [distinct[k] for k in not_beaten([_figures(part, its) for its in distinct], GRID)]
+        repeatable = model.repeatable.__getitem__
+        found = part.schedules(written, repeatable, self.plans.deadline, self._improve)
+        return worth_a_choice(found, partial(_figures, part), GRID)
 
     def _improve(self, front: ParetoFront) -> None:
         """What the level below finds, or the solver `moments`."""

@@ -7,8 +7,7 @@ solvers do worst.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Self
+from dataclasses import replace
 
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
@@ -20,30 +19,20 @@ from fxremat.planner.plans import make_plan, rank
 from fxremat.planner.solvers import Progress, SolverOptions
 
 
-@dataclass
 class Incumbent:
     """One call of a solver: the best plan so far, and what is proven."""
 
-    name: str
-    model: IndexedProblem
-    budget: int | None
-    options: SolverOptions
-    deadline: Deadline
-    best: Plan
-    peak_bound_bytes: int
-    time_bound_us: float = 0.0
-
-    @classmethod
-    def begin(
-        cls, name: str, problem: Problem, budget_bytes: int | None, options: SolverOptions
-    ) -> Self:
+    def __init__(
+        self, name: str, problem: Problem, budget_bytes: int | None, options: SolverOptions
+    ) -> None:
         """Start from store-all where that fits, else from a known plan."""
-        deadline, model = Deadline(options.time_limit_s), build_model(problem)
-        best = make_plan(problem, problem.base_steps(), name)
-        if budget_bytes is not None and best.peak_bytes > budget_bytes:
-            best = start_plan(problem, budget_bytes, options)
-        bound = max(peak_bound(model), best.peak_bound_bytes or 0)
-        return cls(name, model, budget_bytes, options, deadline, best, bound)
+        self.name, self.budget, self.options = name, budget_bytes, options
+        self.deadline, self.model = Deadline(options.time_limit_s), build_model(problem)
+        self.best = make_plan(problem, problem.base_steps(), name)
+        if budget_bytes is not None and not self.fits():
+            self.best = start_plan(problem, budget_bytes, options)
+        self.peak_bound_bytes = max(peak_bound(self.model), self.best.peak_bound_bytes or 0)
+        self.time_bound_us = 0.0
 
     @property
     def runs(self) -> list[ExtraRun]:
@@ -130,17 +119,15 @@ def all_runs(model: IndexedProblem) -> list[list[int]]:
 
 def near_runs(model: IndexedProblem, hops: int) -> list[list[int]]:
     """In each stage the ops at most so many reads before the op of the stage."""
-    return [_ancestors(model, stage, hops) for stage in range(model.n)]
-
-
-def _ancestors(model: IndexedProblem, op: int, hops: int) -> list[int]:
-    found: set[int] = set()
-    front = {op}
-    for _ in range(hops):
-        reads = {value for reader in front for value in model.reads[reader]}
-        front = {model.writer[value] for value in reads if model.evictable(value)} - found
-        found |= front
-    return sorted(found)
+    near = []
+    for stage in range(model.n):
+        found, front = set[int](), {stage}
+        for _ in range(hops):
+            reads = {value for reader in front for value in model.reads[reader]}
+            front = {model.writer[value] for value in reads if model.evictable(value)} - found
+            found |= front
+        near.append(sorted(found))
+    return near
 
 
 def with_runs(allowed: list[list[int]], runs: Iterable[ExtraRun]) -> list[list[int]]:

@@ -36,11 +36,7 @@ from fxremat.planner.deadline import Deadline
 from fxremat.planner.indexed_problem import IndexedProblem
 from fxremat.planner.local.stage_schedule import ExtraRun, StageSchedule, steps_of
 from fxremat.planner.published import moccasin_intervals
-from fxremat.planner.published.known_schedule import (
-    Incumbent,
-    all_runs,
-    without_unread,
-)
+from fxremat.planner.published.known_schedule import Incumbent, all_runs, without_unread
 from fxremat.planner.solvers import ProblemRefused, SolverOptions
 
 NAME = "moccasin"
@@ -73,7 +69,7 @@ def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) ->
     """The best plan found with few runs of each op."""
     if importlib.util.find_spec("ortools") is None:
         raise NotInstalled
-    call = Incumbent.begin(NAME, problem, budget_bytes, options)
+    call = Incumbent(NAME, problem, budget_bytes, options)
     model = call.model
     if budget_bytes is not None and not call.is_decided():
         for runs in _answers(_question(call, budget_bytes), call.deadline):

@@ -13,15 +13,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import repeat
 
-import numpy as np
-import numpy.typing as npt
-
 from fxremat.core.problem import Op, Phase, Problem, Value
 from fxremat.planner import constants
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.indexed_problem import IndexedProblem, build_model
 from fxremat.planner.local.editable_schedule import descend_from_store_all
 from fxremat.planner.local.stage_schedule import ParetoFront, steps_of
+from fxremat.planner.plans import not_beaten
 
 PAUSE = "pause"
 Steps = tuple[int, ...]
@@ -91,13 +89,16 @@ class Part:
 
     def schedules(
         self,
-        whole: int,
+        values: Iterable[int],
         may_rerun: Callable[[int], bool],
         deadline: Deadline,
         improve: Callable[[ParetoFront], None] = lambda front: None,
     ) -> Iterator[Steps]:
-        """What evictions find for the part alone, with pauses of up to ``whole``."""
+        """What evictions find for the part alone, with pauses that need up to all the values."""
         ops = (*self.forward, -1, *self.backward)
+        whole = sum(self.model.bytes[v] for v in values) + max(
+            self.model.own_bytes[op] for op in self.ops
+        )
         for pause in constants.HALVES:
             if not deadline.running():
                 return
@@ -148,6 +149,14 @@ class PartPlans:
         return list(dict.fromkeys([tuple(part.backward), *moved]))
 
 
+def worth_a_choice(
+    options: Iterable[Steps], figures: Callable[[Steps], Sequence[float]], most: int
+) -> list[Steps]:
+    """The options that no other beats in all figures, and only so many of them."""
+    distinct = list(dict.fromkeys(options))
+    return [distinct[k] for k in not_beaten([figures(option) for option in distinct], most)]
+
+
 def read_later(model: IndexedProblem, steps: Sequence[int]) -> frozenset[int]:
     """The values that must be there before the steps: read before they are written."""
     live: set[int] = set()
@@ -169,35 +178,23 @@ def makers(
     return tuple(reversed(found))
 
 
-def never_rising(costs: Sequence[npt.NDArray[np.float64]], count: int) -> list[int]:
-    """One of ``count`` places for each row of costs, never a higher one than before, at least cost.
-
-    Where several will do a row stays with the higher place.
-    """
-    best: list[npt.NDArray[np.float64]] = []
-    from_above = np.zeros(count)
-    for cost in costs:
-        best.append(cost + from_above)
-        from_above = np.minimum.accumulate(best[-1][::-1])[::-1]
-    places: list[int] = []
-    low = 0
-    for row in reversed(best):
-        low = count - 1 - int(row[low:][::-1].argmin())
-        places.append(low)
-    return places[::-1]
-
-
 def most_alive(model: IndexedProblem, steps: Sequence[int], keep: frozenset[int]) -> int:
     """Bytes at the worst step, of what the steps touch; values in ``keep`` stay to the end."""
     touched = frozenset(v for op in steps for v in (*model.reads[op], *model.writes[op]))
-    worst = 0
-    for op, alive, gone in backwards(model, steps, touched, keep):
-        over = dict[int, int]()
-        for read, write in model.inplace[op]:
-            if read in gone and write not in over:
-                over[write] = min(model.bytes[read], model.bytes[write])
-        worst = max(worst, alive - sum(over.values()))
-    return worst
+    back = backwards(model, steps, touched, keep)
+    used = (alive - overtaken(model, op, gone, {*model.writes[op]}) for op, alive, gone in back)
+    return max(used, default=0)
+
+
+def overtaken(model: IndexedProblem, op: int, ends: Iterable[int], begins: Iterable[int]) -> int:
+    """Bytes that the op writes in place: of values that end there, over by those that begin."""
+    ends, begins, saved = {*ends}, {*begins}, 0
+    for read, write in model.inplace[op]:
+        if read in ends and write in begins:
+            ends.remove(read)
+            begins.remove(write)
+            saved += min(model.bytes[read], model.bytes[write])
+    return saved
 
 
 def backwards(

@@ -52,14 +52,8 @@ from fxremat.planner.published.chain import (
     find_chain,
 )
 from fxremat.planner.published.parts import PartPlans, Steps, read_later
-from fxremat.planner.published.pofo_table import (
-    REST,
-    SEND_AND_RECOMPUTE,
-    Decision,
-    Programme,
-    Ways,
-)
-from fxremat.planner.published.rockmate import BlockOptions
+from fxremat.planner.published.pofo_table import REST, SEND_AND_RECOMPUTE, Decision, Programme, Ways
+from fxremat.planner.published.rockmate import block_options
 from fxremat.planner.published.rotor import PAID, PAY, Table, coarser, grains
 from fxremat.planner.solvers import ProblemRefused, SolverOptions
 
@@ -116,9 +110,9 @@ class _PofoSearch:
 
     def run(self) -> None:
         """Ask the programmes of the chain and of one of larger blocks."""
-        solved = BlockOptions(PartPlans(self.deadline))
+        plans = PartPlans(self.deadline)
         for chain in grains(coarser(find_chain(self.problem), constants.MOST_BLOCKS)):
-            its = [solved.of(chain, block) for block in chain.blocks]
+            its = [block_options(chain, block, plans) for block in chain.blocks]
             question = ChainQuestion.of(chain, its, self.copies, self.deadline)
             if question is None:
                 return

@@ -17,14 +17,13 @@ each distinct block is solved on its own, and hands the schedules to the chain (
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
 from fxremat.planner import constants
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.milp.highs import Milp, Term
-from fxremat.planner.plans import not_beaten, remembered
+from fxremat.planner.plans import remembered
 from fxremat.planner.published.chain import Block, Chain, find_chain, option_cost, store_all
 from fxremat.planner.published.parts import (
     Part,
@@ -32,14 +31,9 @@ from fxremat.planner.published.parts import (
     Steps,
     makers,
     read_later,
+    worth_a_choice,
 )
-from fxremat.planner.published.rotor import (
-    PlanFront,
-    best_plans,
-    chain_schedules,
-    coarser,
-    grains,
-)
+from fxremat.planner.published.rotor import best_plans, chain_schedules, choose, coarser, grains
 from fxremat.planner.solvers import SolverOptions
 
 NAME = "rockmate"
@@ -60,20 +54,14 @@ def part_of(chain: Chain, block: Block) -> Part:
     return Part(chain.model, block.forward, block.backward, block.local, role, stays)
 
 
-@dataclass(frozen=True)
-class BlockOptions:
-    """The options of blocks: store-all first, then what is found, once for equal blocks."""
+def block_options(chain: Chain, block: Block, plans: PartPlans) -> list[Steps]:
+    """The options of a block: store-all first, then what is found, once for equal blocks."""
 
-    plans: PartPlans
+    def search() -> list[Steps]:
+        held = held_options(chain, block, plans.deadline)
+        return pareto(chain, block, [*held, *path_options(chain, block, plans.deadline)])
 
-    def of(self, chain: Chain, block: Block) -> list[Steps]:
-        """Those of one block."""
-        return self.plans.of(part_of(chain, block), lambda: self._solve(chain, block))
-
-    def _solve(self, chain: Chain, block: Block) -> list[Steps]:
-        deadline = self.plans.deadline
-        options = [*held_options(chain, block, deadline), *path_options(chain, block, deadline)]
-        return pareto(chain, block, options)
+    return plans.of(part_of(chain, block), search)
 
 
 def pareto(chain: Chain, block: Block, options: Iterable[Steps]) -> list[Steps]:
@@ -86,9 +74,7 @@ def pareto(chain: Chain, block: Block, options: Iterable[Steps]) -> list[Steps]:
             held += chain.model.bytes[block.enters]
         return held, cost.backward.time, cost.backward.whole
 
-    distinct = list(dict.fromkeys(options))
-    best = not_beaten([figures(option) for option in distinct], constants.MOST_OPTIONS)
-    return [distinct[k] for k in best]
+    return worth_a_choice(options, figures, constants.MOST_OPTIONS)
 
 
 # -- the integer programme -------------------------------------------------------------------
@@ -153,13 +139,11 @@ def _with_runs(chain: Chain, block: Block, held: frozenset[int]) -> Steps:
 
 def path_options(chain: Chain, block: Block, deadline: Deadline) -> Iterator[Steps]:
     """The backward of what evictions find for the block's own problem, with several pauses."""
-    model, part = chain.model, part_of(chain, block)
-    whole = sum(model.bytes[value] for value in block.reach) + max(
-        model.own_bytes[op] for op in part.ops
-    )
-    return part.schedules(
-        whole, lambda op: bool(block.local.intersection(model.writes[op])), deadline
-    )
+
+    def may_rerun(op: int) -> bool:
+        return not block.local.isdisjoint(chain.model.writes[op])
+
+    return part_of(chain, block).schedules(block.reach, may_rerun, deadline)
 
 
 # -- the chain -------------------------------------------------------------------------------
@@ -170,17 +154,16 @@ def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) ->
 
     Raises `NotAChain` for a problem that is not a chain of blocks.
     """
-    return whole_front(problem, options).choose(budget_bytes)
+    return choose(whole_front(problem, options), budget_bytes)
 
 
 @remembered
-def whole_front(problem: Problem, options: SolverOptions) -> PlanFront:
-    """The plans of a problem, remembered for the last few problems."""
+def whole_front(problem: Problem, options: SolverOptions) -> tuple[Plan, ...]:
+    """Plans that no other beats in both peak and time, remembered for the last few problems."""
     deadline = Deadline(options.time_limit_s)
-    finest = coarser(find_chain(problem), constants.MOST_BLOCKS)
-    solved = BlockOptions(PartPlans(deadline))
+    finest, plans = coarser(find_chain(problem), constants.MOST_BLOCKS), PartPlans(deadline)
     schedules = chain_schedules(finest, [[store_all(block)] for block in finest.blocks], deadline)
     for chain in grains(finest):
-        its = [solved.of(chain, block) for block in chain.blocks]
+        its = [block_options(chain, block, plans) for block in chain.blocks]
         schedules.extend(chain_schedules(chain, its, deadline))
     return best_plans(problem, schedules, NAME, deadline)

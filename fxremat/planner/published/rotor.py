@@ -26,11 +26,10 @@ A row over all m is one array operation. The table gives the best plan of every 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
@@ -51,36 +50,18 @@ from fxremat.planner.published.parts import Steps
 from fxremat.planner.solvers import SolverOptions
 
 NAME = "rotor"
-Row = npt.NDArray[np.float64]
 PAY, PAID = 0, 1
 SLOTS = 500
 """Slots of memory in the table of the longest chain: as many as in Rotor (Beaumont et al., arXiv
 1911.13214, whose class `Checkpointable` has ``mem_slots=500``). A shorter one has as many more."""
 
 
-@dataclass(frozen=True)
-class RunAndHold:
-    """The case "all" with one option; ``needs`` and ``holds`` are slots.
-
-    ``time`` excludes what the other blocks take.
-    """
-
-    time: float
-    needs: int
-    holds: int
-
-
-@dataclass(frozen=True)
-class Checkpoints:
-    """The case "check" with each of the cuts i+1..j; ``time`` is that of the blocks run over."""
-
-    time: Row
-    needs: npt.NDArray[np.int64]
-    holds: npt.NDArray[np.int64]
-
-
 class Table:
-    """The programme of one chain, with several options per block; ``done`` unless out of time."""
+    """The programme of one chain, with several options per block; ``done`` unless out of time.
+
+    ``choice`` says for each entry of ``best`` which case it is: k for "all" with option k of block
+    i, -1 - k for "check" with the cut before block i + 1 + k.
+    """
 
     def __init__(self, costs: Sequence[BlockCost], deadline: Deadline) -> None:
         self.costs = costs
@@ -91,6 +72,7 @@ class Table:
         self.two = [False, *(any(o.holds_leaves for o in cost.options) for cost in costs[:-1])]
         shape = (2, self.count, self.count, self.slots + 1)
         self.best = np.full(shape, np.inf)
+        self.choice = np.zeros(shape, dtype=np.int16)
         self._prepare()
         self.done = self._fill(deadline)
 
@@ -107,15 +89,32 @@ class Table:
         """The ops of the best schedule within so many slots."""
         return self.part(PAY, 0, self.count - 1, slots)
 
+    def part(self, x: int, i: int, j: int, m: int) -> list[int]:
+        """The ops of the best way to do the blocks i..j within ``m`` slots."""
+        k = int(self.choice[x, i, j, m])
+        if k < 0:
+            cut = i - k
+            left = m - int(self._held_by_check(x, i, j, cut))
+            ahead = [op for run in self._unsaved(j)[i:cut] for op in run.steps]
+            return [*ahead, *self.part(PAY, cut, j, left), *self.part(x, i, cut - 1, m)]
+        option, inside = self.costs[i].options[k], list[int]()
+        if i < j:
+            _, _, holds = self._option(x, i, j, option)
+            inside = self.part(int(option.holds_leaves), i + 1, j, m - holds)
+        return [*self._forward(option, i, j)[0].steps, *inside, *option.backward.steps]
+
     # -- what the cases cost ---------------------------------------------------------------
 
     def _slots(self, nbytes: float) -> int:
         return int(np.ceil(nbytes / self.slot))
 
-    def _near(self, nbytes: float) -> int:
-        """Held bytes are rounded to the nearest: rounded up, a hundred blocks would seem to
-        hold a hundred slots more than they do. Every plan is replayed in any case."""
-        return round(nbytes / self.slot)
+    def _pays(self, x: int, i: int) -> int:
+        return self.costs[i].enters if x == PAY else 0
+
+    def _unsaved(self, j: int) -> list[BlockRun]:
+        """The runs of all blocks that hold nothing, where block j is the last one."""
+        first = j == self.count - 1
+        return [cost.first_unsaved if first else cost.rerun_unsaved for cost in self.costs]
 
     def _prepare(self) -> None:
         """Sums over the forward runs that hold nothing.
@@ -123,40 +122,29 @@ class Table:
         ``skip_needs[first, i, k]`` are the bytes of running the blocks i..k, with what enters i
         held apart.
         """
-        again, first = [c.rerun_unsaved for c in self.costs], [c.first_unsaved for c in self.costs]
-        self.times = [
-            np.array([*accumulate((run.time for run in runs), initial=0.0)])
-            for runs in (again, first)
-        ]
-        self.early = np.array([*accumulate((c.early for c in self.costs), initial=0)])
+        both = self._unsaved(-1), self._unsaved(self.count - 1)
+        self.times = [np.cumsum([0.0, *(run.time for run in runs)]) for runs in both]
+        self.early = np.cumsum([0, *(cost.early for cost in self.costs)])
         self.skip_needs = np.zeros((2, self.count, self.count))
-        for which, runs in enumerate((again, first)):
+        for first, runs in enumerate(both):
             for i in range(self.count):
-                stays = self.early[i : self.count] - self.early[i] if which else 0
-                whole = np.array([run.whole for run in runs[i:]])
-                whole[0] = runs[i].apart
-                self.skip_needs[which, i, i:] = np.maximum.accumulate(whole + stays)
+                stays = self.early[i : self.count] - self.early[i] if first else 0
+                whole = np.array([runs[i].apart, *(run.whole for run in runs[i + 1 :])])
+                self.skip_needs[first, i, i:] = np.maximum.accumulate(whole + stays)
 
-    def _cuts(self, x: int, i: int, j: int) -> Checkpoints:
-        """The case "check" of every cut."""
-        first = j == self.count - 1
-        pays = self.costs[i].enters if x == PAY else 0
-        gap = 0 if first else self.costs[j].gap
-        stays = self.early[i + 1 : j + 1] - self.early[i] if first else np.zeros(j - i)
-        needs = self.skip_needs[int(first), i, i:j] + (pays + gap)
-        times = self.times[int(first)]
-        return Checkpoints(
-            times[i + 1 : j + 1] - times[i],
-            np.ceil(needs / self.slot).astype(np.int64),
-            np.rint((stays + pays) / self.slot).astype(np.int64),
-        )
+    def _held_by_check(self, x: int, i: int, j: int, cut: Any) -> Any:
+        """The slots that the case "check" holds for a cut, or for each of several.
 
-    def _option(self, x: int, i: int, j: int, k: int) -> RunAndHold:
-        """The case "all": option k of block i."""
-        cost, last = self.costs[i], self.count - 1
-        option = cost.options[k]
+        Held bytes are rounded to the nearest: rounded up, a hundred blocks would seem to hold a
+        hundred slots more than they do. Every plan is replayed in any case.
+        """
+        stays = self.early[cut] - self.early[i] if j == self.count - 1 else 0 * cut
+        return np.rint((stays + self._pays(x, i)) / self.slot).astype(np.int64)
+
+    def _option(self, x: int, i: int, j: int, option: OptionCost) -> tuple[float, int, int]:
+        """The case "all": time without that of other blocks, slots needed, slots held."""
         forward, gap = self._forward(option, i, j)
-        pays = cost.enters if x == PAY else 0
+        pays = self._pays(x, i)
         kept = pays if option.needs_enters else 0
         if x == PAID:
             needs = max(forward.apart + gap, option.backward.apart)
@@ -164,9 +152,9 @@ class Table:
             needs = max(pays + forward.apart + gap, option.backward.whole)
         else:
             needs = max(forward.whole + gap, option.backward.apart)
-        held = (option.held_first if j == last else option.held) + kept
-        time = forward.time + option.backward.time
-        return RunAndHold(time, self._slots(needs), self._near(held))
+        held = (option.held_first if j == self.count - 1 else option.held) + kept
+        holds = round(held / self.slot)
+        return forward.time + option.backward.time, max(self._slots(needs), holds), holds
 
     def _forward(self, option: OptionCost, i: int, j: int) -> tuple[BlockRun, int]:
         """The forward of block i in front of i+1..j, and the fixed bytes to add to it."""
@@ -181,90 +169,45 @@ class Table:
             if not deadline.running():
                 return False
             for i in range(j, -1, -1):
-                for x in (PAY, PAID):
-                    if x == PAID and not self.two[i]:
-                        self.best[PAID, i, j] = self.best[PAY, i, j]
-                        continue
+                for x in (PAY, PAID) if self.two[i] else (PAY,):
                     self._all(x, i, j)
                     if i < j:
                         self._check(x, i, j)
         return True
 
     def _all(self, x: int, i: int, j: int) -> None:
-        row = self.best[x, i, j]
-        for k in range(len(self.costs[i].options)):
-            choice = self._option(x, i, j, k)
-            start = max(choice.needs, choice.holds)
+        """The case "all" with each option."""
+        for k, option in enumerate(self.costs[i].options):
+            times, start, holds = self._option(x, i, j, option)
             if start > self.slots:
                 continue
-            if i == j:
-                np.minimum(row[start:], choice.time, out=row[start:])
-                continue
-            then = self._next(i, k, j)[start - choice.holds : self.slots + 1 - choice.holds]
-            np.minimum(row[start:], then + choice.time, out=row[start:])
-
-    def _next(self, i: int, k: int, j: int) -> Row:
-        paid = self.costs[i].options[k].holds_leaves
-        row: Row = self.best[PAID if paid else PAY, i + 1, j]
-        return row
+            if i < j:
+                then = self.best[int(option.holds_leaves), i + 1, j]
+                times = then[start - holds : self.slots + 1 - holds] + times
+            row = self.best[x, i, j, start:]
+            faster = times < row
+            self.choice[x, i, j, start:][faster] = k
+            np.minimum(row, times, out=row)
 
     def _check(self, x: int, i: int, j: int) -> None:
-        """The case "check", over all cuts at once where they hold the same."""
-        cuts = self._cuts(x, i, j)
-        if (cuts.holds == cuts.holds[0]).all():
-            self._lower(x, i, j, cuts, slice(0, j - i))
-        else:
-            for k in range(j - i):
-                self._lower(x, i, j, cuts, slice(k, k + 1))
-
-    def _lower(self, x: int, i: int, j: int, cuts: Checkpoints, part: slice) -> None:
-        """Take the least over a part of the cuts; these hold the same."""
-        holds = int(cuts.holds[part.start])
-        if holds > self.slots:
-            return
-        low, high = i + 1 + part.start, i + 1 + part.stop
-        total = self.best[PAY, low:high, j, : self.slots + 1 - holds] + cuts.time[part, None]
-        total += self.best[x, i, low - 1 : high - 1, holds:]
-        total[np.arange(holds, self.slots + 1) < cuts.needs[part, None]] = np.inf
-        row = self.best[x, i, j, holds:]
-        np.minimum(row, total.min(axis=0), out=row)
-
-    # -- reading ---------------------------------------------------------------------------
-
-    def part(self, x: int, i: int, j: int, m: int) -> list[int]:
-        """The ops of the best way to do the blocks i..j within ``m`` slots."""
-        times = [self._time(x, i, j, m, k) for k in range(len(self.costs[i].options))]
-        k = min(range(len(times)), key=times.__getitem__)
-        if i < j:
-            cuts = self._cuts(x, i, j)
-            split = self._cut_times(x, i, j, m, cuts)
-            if split.min() < times[k]:
-                at, first = int(split.argmin()), j == self.count - 1
-                cut, left = i + 1 + at, m - int(cuts.holds[at])
-                over = [c.first_unsaved if first else c.rerun_unsaved for c in self.costs[i:cut]]
-                ahead = [op for run in over for op in run.steps]
-                return [*ahead, *self.part(PAY, cut, j, left), *self.part(x, i, cut - 1, m)]
-        option, inside = self.costs[i].options[k], list[int]()
-        if i < j:
-            paid = PAID if option.holds_leaves else PAY
-            inside = self.part(paid, i + 1, j, m - self._option(x, i, j, k).holds)
-        return [*self._forward(option, i, j)[0].steps, *inside, *option.backward.steps]
-
-    def _time(self, x: int, i: int, j: int, m: int, k: int) -> float:
-        """Time of the case "all" with option k."""
-        case = self._option(x, i, j, k)
-        if m < max(case.needs, case.holds):
-            return np.inf
-        then = self._next(i, k, j)[m - case.holds] if i < j else 0.0
-        return float(case.time + then)
-
-    def _cut_times(self, x: int, i: int, j: int, m: int, cuts: Checkpoints) -> Row:
-        """Time of the case "check" with each cut."""
-        left = m - cuts.holds
-        then = self.best[PAY, np.arange(i + 1, j + 1), j, np.maximum(left, 0)]
-        total: Row = cuts.time + then + self.best[x, i, i:j, m]
-        total[(m < cuts.needs) | (left < 0)] = np.inf
-        return total
+        """The case "check" with each cut, at once for those that hold the same."""
+        first = int(j == self.count - 1)
+        gap = 0 if first else self.costs[j].gap
+        needs = np.ceil((self.skip_needs[first, i, i:j] + (self._pays(x, i) + gap)) / self.slot)
+        takes = self.times[first][i + 1 : j + 1] - self.times[first][i]
+        held = self._held_by_check(x, i, j, np.arange(i + 1, j + 1))
+        for holds in np.unique(held[held <= self.slots]):
+            low, high = np.searchsorted(held, (holds, holds + 1))
+            total = self.best[PAY, i + 1 + low : i + 1 + high, j, : self.slots + 1 - holds]
+            total = total + takes[low:high, None]
+            total += self.best[x, i, i + low : i + high, holds:]
+            total[np.arange(holds, self.slots + 1) < needs[low:high, None]] = np.inf
+            row = self.best[x, i, j, holds:]
+            faster = total.min(axis=0) < row
+            if faster.any():
+                at = total[:, faster].argmin(axis=0)
+                row[faster] = total[at, faster]
+                self.choice[x, i, j, holds:][faster] = -1 - low - at
 
 
 def store_all_bytes(costs: Sequence[BlockCost]) -> int:
@@ -279,16 +222,10 @@ def store_all_bytes(costs: Sequence[BlockCost]) -> int:
     return worst
 
 
-@dataclass(frozen=True)
-class PlanFront:
-    """Plans that no other beats in both peak and time, by rising time."""
-
-    plans: tuple[Plan, ...]
-
-    def choose(self, budget_bytes: int | None) -> Plan:
-        """Least time within the budget, or least peak where nothing fits."""
-        fits = (p for p in self.plans if budget_bytes is None or p.peak_bytes <= budget_bytes)
-        return replace(next(fits, self.plans[-1]), budget_bytes=budget_bytes)
+def choose(front: Sequence[Plan], budget_bytes: int | None) -> Plan:
+    """The plan of least time within the budget, or of least peak; the front is by rising time."""
+    fits = (p for p in front if budget_bytes is None or p.peak_bytes <= budget_bytes)
+    return replace(next(fits, front[-1]), budget_bytes=budget_bytes)
 
 
 def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) -> Plan:
@@ -296,12 +233,12 @@ def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) ->
 
     Raises `NotAChain` for a problem that is not a chain of blocks.
     """
-    return whole_front(problem, options).choose(budget_bytes)
+    return choose(whole_front(problem, options), budget_bytes)
 
 
 @remembered
-def whole_front(problem: Problem, options: SolverOptions) -> PlanFront:
-    """The plans of a problem, remembered for the last few problems."""
+def whole_front(problem: Problem, options: SolverOptions) -> tuple[Plan, ...]:
+    """Plans that no other beats in both peak and time, remembered for the last few problems."""
     deadline = Deadline(options.time_limit_s)
     chain = coarser(find_chain(problem), constants.MOST_BLOCKS)
     schedules = chain_schedules(chain, [[store_all(block)] for block in chain.blocks], deadline)
@@ -326,11 +263,11 @@ def chain_schedules(
 
 def best_plans(
     problem: Problem, schedules: Iterable[tuple[str, ...]], name: str, deadline: Deadline
-) -> PlanFront:
-    """Replay the schedules and store-all, and keep what nothing else beats."""
+) -> tuple[Plan, ...]:
+    """Replay the schedules and store-all, and keep what nothing else beats, by rising time."""
     plans = [make_plan(problem, steps, name) for steps in (problem.base_steps(), *schedules)]
     best = not_beaten([(plan.time_us, plan.peak_bytes) for plan in plans])
-    return PlanFront(tuple(replace(plans[k], seconds=deadline.seconds()) for k in best))
+    return tuple(replace(plans[k], seconds=deadline.seconds()) for k in best)
 
 
 def coarser(chain: Chain, most: int) -> Chain:

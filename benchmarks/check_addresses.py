@@ -6,8 +6,9 @@ buffer with all that is alive when it is placed. They know the nouns only.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from itertools import combinations
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import accumulate, combinations
 from types import MappingProxyType
 from typing import Literal
 
@@ -27,6 +28,18 @@ class BadPlacement(Exception):
         super().__init__(f"{kind}: {' and '.join(names)}: {detail}")
         self.kind = kind
         self.names = names
+
+
+def live_peak(buffers: Iterable[Buffer]) -> int:
+    """The greatest sum of padded sizes alive at one step.
+
+    No arena is smaller: buffers that are alive at one step share no byte.
+    """
+    change: defaultdict[int, int] = defaultdict(int)
+    for buffer in buffers:
+        change[buffer.begin] += buffer.padded_bytes
+        change[buffer.end] -= buffer.padded_bytes
+    return max(accumulate(change[step] for step in sorted(change)), default=0)
 
 
 def check_placement(buffers: Sequence[Buffer], placement: Placement) -> None:
