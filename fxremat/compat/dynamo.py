@@ -15,9 +15,18 @@ from functools import wraps
 from operator import attrgetter
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
+from unittest import mock
 
 import torch
+import torch._dynamo.config as _config
 from torch import fx, nn
+from torch._dynamo import OptimizedModule, eval_frame, pgo
+from torch._dynamo.eval_frame import innermost_backend
+from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
+from torch._dynamo.external_utils import wrap_inline
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.utils import counters, get_compilation_metrics, get_optimize_ddp_mode
+from torch._guards import CompileContext
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
@@ -72,8 +81,6 @@ _CALLS = ("_call_impl", "_wrapped_call_impl")
 
 def compiled_parts(model: nn.Module) -> list[nn.Module]:
     """The modules inside of ``model`` that are compiled by themselves, each as it was before."""
-    from torch._dynamo import OptimizedModule
-
     found = []
     for module in model.modules():
         if isinstance(module, OptimizedModule):
@@ -96,8 +103,6 @@ def frames_given_up() -> list[GivenUp]:
 
     Not those whose compiler raised an error: the user has seen that.
     """
-    from torch._dynamo.utils import get_compilation_metrics
-
     found: dict[GivenUp, None] = {}
     for each in get_compilation_metrics():
         if each.fail_type in (None, "BackendCompilerFailed"):
@@ -128,9 +133,6 @@ def modules_compiled_by(backend: Callable[..., Any]) -> list[tuple[nn.Module, Ma
 
     What a compilation that failed has left over is not among them.
     """
-    from torch._dynamo import OptimizedModule
-    from torch._dynamo.eval_frame import innermost_backend
-
     gc.collect()
     found: list[tuple[nn.Module, Mapping[str, Any]]] = []
     kinds = set(kinds_of(nn.Module))
@@ -154,8 +156,6 @@ def _context_of(compiled: Any) -> Any:
 
 def compile_parts(model: nn.Module, parts: Iterable[nn.Module], **how: Any) -> None:
     """Compile these modules inside of ``model`` anew, where they stand and as they are wrapped."""
-    from torch._dynamo import OptimizedModule
-
     wrapped = [one for one in model.modules() if isinstance(one, OptimizedModule)]
     for part in parts:
         around = [one for one in wrapped if one._orig_mod is part]
@@ -187,8 +187,6 @@ def compile_in_training(model: nn.Module, how: Callable[[Any], dict[str, Any]]) 
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """The module that ``torch.compile`` has wrapped; itself if it is none of these."""
-    from torch._dynamo import OptimizedModule
-
     return model._orig_mod if isinstance(model, OptimizedModule) else model
 
 
@@ -256,8 +254,6 @@ def is_whole_call(caller: FrameType) -> bool:
     module calls its ``forward``: no hook that is not traced, and no function that would go on with
     the results.
     """
-    from torch._dynamo import eval_frame
-
     own: Any = nn.Module
     ways = own._call_impl.__code__, own._wrapped_call_impl.__code__
     frame: FrameType | None = sys._getframe(2)
@@ -279,8 +275,6 @@ def checkpointed_regions(gm: fx.GraphModule) -> int:
 
 def is_for_dynamo(error: Exception) -> bool:
     """Whether Dynamo waits for this error, as to trace anew, and it is no fault of a compiler's."""
-    from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
-
     return isinstance(error, TorchDynamoException) and not isinstance(error, BackendCompilerFailed)
 
 
@@ -350,8 +344,6 @@ def current_compilation() -> tuple[int, int | None]:
     Compilations of one frame replace each other. One compilation has several graphs where DDP
     splits its own (`splits_for_ddp`). Numbers grow in the order in which frames are first seen.
     """
-    from torch._guards import CompileContext
-
     identifier = CompileContext.current_compile_id()
     frame = getattr(identifier, "frame_id", None)
     if frame is None:
@@ -372,9 +364,6 @@ def _wrapped_callable() -> Any:
     It does so for functions of torch, and from torch 2.14 on for modules of torch that are compiled
     in place. All of them have one frame, and do not replace each other.
     """
-    from torch._dynamo.external_utils import wrap_inline
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
     translator: Any = InstructionTranslator.current_tx()
     if translator.f_code is not wrap_inline(len).__code__:
         return None
@@ -391,15 +380,11 @@ def _kind_of(wrapped: Any) -> Any:
 
 def compilations() -> int:
     """How many graphs Dynamo has given to a compiler."""
-    from torch._dynamo.utils import counters
-
     return int(counters["stats"]["unique_graphs"])
 
 
 def splits_for_ddp() -> bool:
     """Whether Dynamo splits the graphs that it compiles now, so that gradients are sent early."""
-    from torch._dynamo.utils import get_optimize_ddp_mode
-
     if not torch.distributed.is_available() or get_optimize_ddp_mode() != "ddp_optimizer":
         return False
     parallel: Any = torch.nn.parallel.DistributedDataParallel
@@ -412,30 +397,18 @@ def fresh_dynamo_caches() -> Iterator[None]:
 
     Nor are sizes that are seen inside: else Dynamo would take those outside for ones that vary.
     """
-    import torch._dynamo.config as dynamo_config
-    from torch._dynamo import pgo
-
-    seen: Any = pgo
-    before = seen._CODE_STATE
-    seen._CODE_STATE = defaultdict(seen.CodeState)
-    try:
-        with dynamo_config.patch(recompile_limit=64):
-            yield
-    finally:
-        seen._CODE_STATE = before
+    nothing_seen: Any = defaultdict(pgo.CodeState)
+    with mock.patch.object(pgo, "_CODE_STATE", nothing_seen), _config.patch(recompile_limit=64):
+        yield
 
 
 def leave_out_logs(functions: Iterable[Callable[..., Any]]) -> None:
     """Have Dynamo leave out calls of these functions, which log something, from now on."""
-    import torch._dynamo.config as dynamo_config
-
-    dynamo_config.ignore_logging_functions.update(functions)
+    _config.ignore_logging_functions.update(functions)
 
 
 def mark_dynamic(
     tensor: torch.Tensor, dimension: int, low: int | None = None, high: int | None = None
 ) -> None:
     """Have Dynamo trace a dimension as a symbol; it fails where the model fixes the size."""
-    import torch._dynamo
-
     torch._dynamo.mark_dynamic(tensor, dimension, min=low, max=high)

@@ -6,15 +6,18 @@ import inspect
 import operator
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
+from unittest import mock
 
 import torch
 import torch._functorch.partitioners as _partitioners
 from torch import fx, nn
+from torch._functorch._aot_autograd import graph_compile
 from torch._functorch.compile_utils import fx_graph_cse
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.proxy_tensor import is_sym_node
+from torch.utils._ordered_set import OrderedSet
 
 from fxremat.compat.configuration import functorch_config
 from fxremat.compat.tensors import storage_key
@@ -190,8 +193,6 @@ def extract_forward_backward(
     static_inputs: Sequence[fx.Node],
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Split a joint graph at exactly the nodes ``saved``, which must cover the backward's needs."""
-    from torch.utils._ordered_set import OrderedSet
-
     tensors = [n for n in saved if not is_symbol(n) and not is_opaque(n)]
     symbols = [n for n in saved if is_symbol(n)]
     opaque = [n for n in saved if not is_symbol(n) and is_opaque(n)]
@@ -231,8 +232,6 @@ def donatable(
 
     They are those that torch would donate, less those that share memory with another saved one.
     """
-    from torch._functorch._aot_autograd import graph_compile
-
     changes: Any = cast("Any", graph_compile).contain_metadata_mutation_ops
     if not functorch_config.donated_buffer or changes(forward) or changes(backward):
         return ()
@@ -273,22 +272,14 @@ def donated_inputs(backward: fx.GraphModule) -> list[int]:
     return [index for index, node in enumerate(placeholders) if node.name.endswith(_DONATED)]
 
 
-@contextmanager
-def only_marked_buffers_donated() -> Iterator[None]:
+def only_marked_buffers_donated() -> AbstractContextManager[object]:
     """What is compiled inside donates the marked inputs of its backward, and nothing else.
 
     The option of torch is no help: it is asked again when the backward runs, and a graph of which
     nothing was noted then passes for one that donates.
     """
-    from torch._functorch._aot_autograd import graph_compile as compiling
-
-    graph_compile: Any = compiling
-    found = graph_compile.collect_bw_donated_buffer_idxs
-    graph_compile.collect_bw_donated_buffer_idxs = lambda _, backward, __: donated_inputs(backward)
-    try:
-        yield
-    finally:
-        graph_compile.collect_bw_donated_buffer_idxs = found
+    found = "collect_bw_donated_buffer_idxs"
+    return mock.patch.object(graph_compile, found, lambda _, backward, __: donated_inputs(backward))
 
 
 def _value(node: Any) -> Any:

@@ -14,6 +14,7 @@ from typing import Any
 from weakref import ref
 
 import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 from torch.optim import Optimizer
 from torch.optim import optimizer as base
 
@@ -86,8 +87,6 @@ def steps_as_with(
     of each op, as by `Watching`.
     """
     compiler: Any = torch.compiler
-    from torch._subclasses.fake_tensor import FakeTensor
-
     known: list[Any] = base._foreach_supported_types
     plain = all(kind in known for kind in kinds)
     known += [FakeTensor] if plain else []
@@ -111,8 +110,6 @@ class _AnyNumber(Watching):  # type: ignore[no-untyped-call]
     """Gives a number where an op asks for the value of a tensor that has none."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        from torch._subclasses.fake_tensor import DataDependentOutputException
-
         try:
             return super().__torch_dispatch__(func, types, args, kwargs)
         except DataDependentOutputException:

@@ -13,6 +13,8 @@ from unittest import mock
 
 import torch
 from torch import fx
+from torch._dynamo.utils import to_fake_tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from fxremat.compat.joint_graph import copy_module
@@ -293,9 +295,6 @@ def _compiler_of_parts() -> Any:
 
 
 def _fake(value: Any, mode: Any) -> Any:
-    from torch._dynamo.utils import to_fake_tensor
-    from torch._subclasses.fake_tensor import FakeTensor
-
     is_real = isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor)
     return to_fake_tensor(value, mode) if is_real else value
 

@@ -16,6 +16,10 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.optim import optimizer
+from torch.utils import _foreach_utils
 from torch.utils import _pytree as pytree
 
 from fxremat.compat.absent.pretending import CUDA, fake_cuda
@@ -270,8 +274,6 @@ _ANSWERS: dict[str, Callable[..., Any]] = {
 
 
 def _mode(seen: Seen) -> Any:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     class Seeing(FakeTensorMode):  # type: ignore[no-untyped-call]
         depth = 0
 
@@ -309,10 +311,6 @@ _READS: dict[Any, Callable[[torch.Tensor], Any]] = {
 @contextmanager
 def _foreach_of_fake_tensors() -> Iterator[None]:
     """Optimizers take their kernels for many tensors at once for these classes of tensors only."""
-    from torch._subclasses.fake_tensor import FakeTensor
-    from torch.optim import optimizer
-    from torch.utils import _foreach_utils
-
     with ExitStack() as stack:
         for module in (optimizer, _foreach_utils):
             types = [*module._foreach_supported_types, FakeTensor]
@@ -323,9 +321,6 @@ def _foreach_of_fake_tensors() -> Iterator[None]:
 @contextmanager
 def _autograd_on_host() -> Iterator[None]:
     """Inside, C++ is told that tensors without memory on CUDA lie here, where autograd may run."""
-    from torch._subclasses import fake_tensor
-    from torch._subclasses.fake_tensor import FakeTensor
-
     asked_device = torch.ops.prim.device.default
     original: Any = FakeTensor.__torch_dispatch__
     moved = FakeTensor.to

@@ -18,8 +18,13 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch._dynamo.device_interface as interfaces
+import torch.utils._triton as triton_utilities
+from torch._inductor.runtime.hints import DeviceProperties
+from torch._subclasses import fake_tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._triton import has_triton_package
 
 CUDA = torch.device("cuda", 0)
 
@@ -70,8 +75,6 @@ class Properties:
 
 def has_triton() -> bool:
     """Whether the `triton` package is installed; it can write code without a device."""
-    from torch.utils._triton import has_triton_package
-
     return bool(has_triton_package())
 
 
@@ -93,8 +96,6 @@ def pretending(properties: Properties) -> Iterator[None]:
 
 def _answers(properties: Properties) -> Iterator[tuple[Any, str, Any]]:
     """Functions, and what stands for them."""
-    from torch._inductor.runtime.hints import DeviceProperties
-
     cuda = torch.cuda
     yield cuda, "get_device_properties", lambda device=None: properties
     yield cuda, "get_device_capability", lambda device=None: properties.capability
@@ -122,8 +123,6 @@ def _answers(properties: Properties) -> Iterator[tuple[Any, str, Any]]:
 
     known = DeviceProperties.create
     yield DeviceProperties, "create", staticmethod(described)
-    import torch.utils._triton as triton_utilities
-
     yield triton_utilities, "triton_hash_with_backend", lambda: f"absent-{properties.architecture}"
 
 
@@ -140,8 +139,6 @@ _FIELDS = (
 @contextmanager
 def fake_cuda() -> Iterator[None]:
     """Inside, tensors without memory may lie on CUDA, whether torch knows CUDA or not."""
-    from torch._subclasses import fake_tensor
-
     with (
         _guard(),
         mock.patch.object(torch.cuda, "_lazy_init", _nothing),
@@ -194,7 +191,6 @@ class _Generator(torch.Generator):
 @contextmanager
 def _interface(properties: Properties) -> Iterator[None]:
     """What Dynamo and Inductor know of CUDA as one kind of device among others."""
-    import torch._dynamo.device_interface as interfaces
 
     class Worker(interfaces.CudaInterface.Worker):
         get_device_properties = staticmethod(lambda device=None: properties)
