@@ -269,8 +269,13 @@ def is_whole_call(caller: FrameType) -> bool:
 def checkpointed_regions(gm: fx.GraphModule) -> int:
     """How many calls of a Dynamo graph, and of its subgraphs, run again in the backward."""
     region: Any = torch.ops.higher_order.tag_activation_checkpoint
+    return sum(node.target is region for node in _all_nodes(gm))
+
+
+def _all_nodes(gm: fx.GraphModule) -> Iterator[fx.Node]:
+    """Those of a graph, and of its subgraphs."""
     graphs = [one.graph for one in gm.modules() if isinstance(one, fx.GraphModule)]
-    return sum(node.target is region for graph in graphs for node in graph.nodes)
+    return (node for graph in graphs for node in graph.nodes)
 
 
 def is_for_dynamo(error: Exception) -> bool:
@@ -280,8 +285,7 @@ def is_for_dynamo(error: Exception) -> bool:
 
 def takes_gradients(gm: fx.GraphModule) -> bool:
     """Whether a Dynamo graph takes gradients itself, by `torch.func.grad` or `torch.func.vjp`."""
-    graphs = [one.graph for one in gm.modules() if isinstance(one, fx.GraphModule)]
-    names = (getattr(node.target, "__name__", "") for graph in graphs for node in graph.nodes)
+    names = (getattr(node.target, "__name__", "") for node in _all_nodes(gm))
     return "_grad_increment_nesting" in names
 
 

@@ -63,15 +63,11 @@ def live_optimizers() -> list[Optimizer]:
 
 def wrapped_by(optimizer: Optimizer) -> list[Optimizer]:
     """The optimizers that this one has as attributes, or in lists or mappings that it has."""
-    found = []
+    found: list[Any] = []
     for value in vars(optimizer).values():
-        if isinstance(value, (list, tuple)):
-            found += [one for one in value if isinstance(one, Optimizer)]
-        elif isinstance(value, dict):
-            found += [one for one in value.values() if isinstance(one, Optimizer)]
-        elif isinstance(value, Optimizer):
-            found.append(value)
-    return found
+        held = value.values() if isinstance(value, dict) else value
+        found += held if isinstance(value, (list, tuple, dict)) else [value]
+    return [one for one in found if isinstance(one, Optimizer)]
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from __future__ import annotations
 import operator
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from fxremat.compat.joint_graph import copy_module
+from fxremat.compat.tensors import is_dtensor
 
 _COLLECTIVES = ("_c10d_functional", "c10d_functional", "_c10d_functional_autograd")
 _GATHERS = frozenset({"all_gather_into_tensor", "all_gather_into_tensor_coalesced"})
@@ -66,14 +67,9 @@ def ranks_together(gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[int, ...]
     """
     if not is_a_rank():
         return ()
-    from torch.distributed.tensor import DTensor
-
-    found: set[int] = set()
-    for one in inputs:
-        if isinstance(one, DTensor):
-            found |= set(one.device_mesh.mesh.flatten().tolist())
-    for name in {name for node in gm.graph.nodes for name in _groups(node)}:
-        found |= set(_ranks_of(name))
+    meshes = [one.device_mesh.mesh for one in inputs if is_dtensor(one)]
+    found: set[int] = {rank for mesh in meshes for rank in mesh.flatten().tolist()}
+    found.update(*map(_ranks_of, {name for node in gm.graph.nodes for name in _groups(node)}))
     return tuple(sorted(found)) if len(found) > 1 else ()
 
 
@@ -167,12 +163,7 @@ class Shards:
     kept: int = 0
 
     def __add__(self, other: Shards) -> Shards:
-        return Shards(
-            self.part + other.part,
-            self.gathered + other.gathered,
-            self.sent + other.sent,
-            self.kept + other.kept,
-        )
+        return Shards(*map(operator.add, astuple(self), astuple(other)))
 
 
 def parts_given_back(model: torch.nn.Module) -> tuple[dict[str, int], int]:
@@ -196,14 +187,10 @@ def parts_given_back(model: torch.nn.Module) -> tuple[dict[str, int], int]:
 
 def shared_over_ranks(model: torch.nn.Module) -> list[str]:
     """Names of parameters that are DTensors when their module runs, as in tensor parallel."""
-    if not torch.distributed.is_available():
-        return []
-    from torch.distributed.tensor import DTensor
-
     shards = (one for _, group in _groups_of_fsdp(model) for one in group.fsdp_params)
     gathered = {id(one.sharded_param) for one in shards if not one.is_dtensor}
     named = model.named_parameters()
-    return [name for name, x in named if isinstance(x, DTensor) and id(x) not in gathered]
+    return [name for name, x in named if is_dtensor(x) and id(x) not in gathered]
 
 
 def _groups_of_fsdp(model: torch.nn.Module) -> list[tuple[bool, Any]]:

@@ -177,8 +177,8 @@ def is_fake(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
-def is_dtensor(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a part of one that ranks share."""
+def is_dtensor(tensor: object) -> bool:
+    """Whether it is a tensor, and a part of one that ranks share."""
     if not torch.distributed.is_available():
         return False
     from torch.distributed.tensor import DTensor
