@@ -21,7 +21,7 @@ from fxremat.compat.tensors import fake_tensors, is_fake
 from fxremat.cost.cuda_scratch import cublas_workspace
 from fxremat.report.report import Report
 from tests import graphs
-from tests.absent_nets import Net
+from tests.absent_nets import net
 
 # --- attention ----------------------------------------------------------------------------
 
@@ -310,12 +310,12 @@ def saved_bytes(report: Report) -> int:
 def test_a_step_is_planned_as_it_runs_on_the_card(around: str) -> None:
     """Weights stay in 32 bits; what is saved is smaller than without, and attention is flash."""
     with fxremat.device.absent("A100"):
-        wide = fxremat.explain(Net(), *tokens()).graphs[0]
+        wide = fxremat.explain(net(), *tokens()).graphs[0]
         if around == "forward":
-            mixed = fxremat.explain(graphs.Net(in_low, net=Net()), *tokens()).graphs[0]
+            mixed = fxremat.explain(graphs.Net(in_low, net=net()), *tokens()).graphs[0]
         else:
             with torch.autocast("cuda", LOW):
-                mixed = fxremat.explain(Net(), *tokens()).graphs[0]
+                mixed = fxremat.explain(net(), *tokens()).graphs[0]
     assert mixed.resident_bytes == wide.resident_bytes
     assert saved_bytes(mixed) < 0.9 * saved_bytes(wide)
 

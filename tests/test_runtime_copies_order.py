@@ -19,7 +19,7 @@ from fxremat import runtime
 from fxremat.compat.configuration import inductor_config
 from fxremat.errors import InvalidOption
 from fxremat.runtime import cpu_engine, cuda_engine
-from fxremat.runtime.copies import Engine, to_device, to_host, wait_device, wait_host
+from fxremat.runtime.copies import to_device, to_host, wait_device, wait_host
 from tests import host_copies
 from tests.host_copies import CPU, DEVICES, LAYOUTS, TENTH, fetched, of, sent
 
@@ -321,7 +321,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def test_cuda_orders_by_events(log: list[Any]) -> None:
-    engine: Engine = cuda_engine.CudaEngine()
+    engine = cuda_engine.CudaEngine()
     x = torch.randn(5, 7).t()
     host = engine.start_to_host(x)
     engine.wait("wait_host", host, x.device)
@@ -344,7 +344,7 @@ def test_cuda_orders_by_events(log: list[Any]) -> None:
 
 
 def test_cuda_holds_what_nobody_waited_for_until_it_is_copied(log: list[Any]) -> None:
-    engine: Engine = cuda_engine.CudaEngine()
+    engine = cuda_engine.CudaEngine()
     host = engine.start_to_host(torch.zeros(3))
     engine.wait("wait_host", host, CPU)
     storage = weakref.ref(engine.start_to_device(host, CPU).untyped_storage())
@@ -356,7 +356,7 @@ def test_cuda_holds_what_nobody_waited_for_until_it_is_copied(log: list[Any]) ->
 
 
 def test_cuda_records_times_of_the_device(log: list[Any]) -> None:
-    engine: Engine = cuda_engine.CudaEngine()
+    engine = cuda_engine.CudaEngine()
     before = time.perf_counter()
     with runtime.copy_trace() as records:
         host = engine.start_to_host(torch.zeros(3))

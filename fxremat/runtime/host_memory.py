@@ -19,6 +19,7 @@ from weakref import WeakSet
 
 import torch
 
+from fxremat.core.layout import extent
 from fxremat.errors import HostMemoryExceeded, InvalidOption
 
 
@@ -143,22 +144,14 @@ def check_copyable(x: torch.Tensor) -> None:
         )
 
 
-def extent(x: torch.Tensor) -> int:
-    """Elements from the first to the last in memory, 0 if there is none."""
-    if x.numel() == 0:
-        return 0
-    sizes = zip(x.size(), x.stride(), strict=True)
-    return 1 + sum((size - 1) * stride for size, stride in sizes)
-
-
 def size_of_extent(x: torch.Tensor) -> int:
     """Bytes from the first element to the last; those of the elements if ``x`` has no gaps."""
-    return extent(x) * x.element_size()
+    return extent(x.size(), x.stride()) * x.element_size()
 
 
 def run_of_memory(x: torch.Tensor) -> torch.Tensor:
     """The elements from the first to the last in memory, as a view with one dimension."""
-    return x.as_strided((extent(x),), (1,))
+    return x.as_strided((extent(x.size(), x.stride()),), (1,))
 
 
 def mapped_like(x: torch.Tensor, **how: int) -> torch.Tensor:

@@ -284,7 +284,7 @@ class _Assigner:
             now = self.program[number]
             alive = [self.program[n] for n, (begin, end) in lives.items() if begin <= at <= end]
             alive += [now] if now.op in _WITH_TEMPORARY else []
-            of_row = sum(one.numel * one.dtype.itemsize for one in alive)
+            of_row = sum(one.nbytes for one in alive)
             found.append((of_row, bytes_for_numbers(self.program, now)))
         return tuple(dict.fromkeys(found))
 

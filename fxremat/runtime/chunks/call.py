@@ -162,7 +162,7 @@ def bytes_to_leave_out(call: RowsCall, slots: int) -> int:
     read = [call.rows[number] for number in _numbers_read(program)]
     rows = [row.shape[1:].numel() * row.dtype.itemsize for row in read]
     results = [program[n] for n in program.results if n >= program.first]
-    spread = [one.numel * one.dtype.itemsize for one in results if one.kind != "sum"]
+    spread = [one.nbytes for one in results if one.kind != "sum"]
     compared = total if call.rows[0].device.type == "cpu" else 0
     # before the loop labels are compared, and behind it at least a row is held
     loop = slots + call.chunk * sum(rows)

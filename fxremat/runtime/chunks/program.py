@@ -71,6 +71,11 @@ class Instruction:
         """Elements of the result, for one row."""
         return prod(self.row_shape)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the result, for one row."""
+        return self.numel * self.dtype.itemsize
+
     def arguments(self, value: Callable[[int], Any], rows: int) -> tuple[Any, dict[str, Any]]:
         """The arguments, by position and by name, with values in place of references."""
         args, named = with_values((self.args, dict(self.kwargs)), value, rows)
