@@ -34,7 +34,15 @@ def leaves_of_one_node() -> list[torch.Tensor]:
     Those of all its nodes, also of those that will not run. It is known where the node that runs
     is the first of the backward; elsewhere the list is empty.
     """
-    return _leaves_of_one_edge(_nodes_to_run())
+    # torch gives the nodes where autograd has one thread: then nothing changes what it looks at.
+    # On a machine without an accelerator there is only one thread.
+    single = not torch.accelerator.is_available()
+    with torch.autograd.set_multithreading_enabled(False) if single else nullcontext():
+        try:
+            nodes: Any = torch._C._current_graph_task_execution_order()  # type: ignore[attr-defined]
+        except RuntimeError:  # a node has run already
+            return []
+    return _leaves_of_one_edge(nodes)
 
 
 def _leaves_of_one_edge(nodes: Sequence[Any]) -> list[torch.Tensor]:
@@ -193,21 +201,6 @@ def _reachable(roots: Sequence[Any]) -> list[Any]:
             found[id(node)] = node
             stack.extend(_following(node))
     return list(found.values())
-
-
-def _nodes_to_run() -> list[Any]:
-    """All nodes of the backward that is running, if none but the one that runs now has begun.
-
-    torch gives them where autograd has one thread: then nothing changes what it looks at. It fails
-    if a node has run already. On a machine without an accelerator there is only one thread.
-    """
-    single = not torch.accelerator.is_available()
-    with torch.autograd.set_multithreading_enabled(False) if single else nullcontext():
-        try:
-            nodes: Any = torch._C._current_graph_task_execution_order()  # type: ignore[attr-defined]
-            return list(nodes)
-        except RuntimeError:
-            return []
 
 
 def _following(node: Any) -> list[Any]:

@@ -205,7 +205,11 @@ def compiled_in_place(
         for name, child in module._modules.items()
         if child is not None and unwrapped(child) is not child
     ]
-    kept: list[Any] = [child for _, _, child in around if _is_torchs_own(unwrapped(child))]
+    kept: list[Any] = [
+        child
+        for _, _, child in around
+        if type(unwrapped(child)).forward.__module__.startswith("torch.nn.")
+    ]
     before = [(one, one.dynamo_ctx, one.forward) for one in kept]
     inside = {id(unwrapped(one)) for one in kept}
     try:
@@ -225,11 +229,6 @@ def compiled_in_place(
             one.dynamo_ctx, one.forward = context, forward
         for part, call in compiled:
             part._compiled_call_impl = call
-
-
-def _is_torchs_own(module: nn.Module) -> bool:
-    """Whether Dynamo takes the module's forward for a part of torch."""
-    return type(module).forward.__module__.startswith("torch.nn.")
 
 
 def _compile_wrapped(wrapped: Any, **how: Any) -> None:
@@ -322,7 +321,9 @@ def _inline(gm: fx.GraphModule, call: fx.Node, body: fx.GraphModule, given: Any)
             elif node.op == "output":
                 results = fx.map_arg(node.args[0], copies.__getitem__)
             elif node.op == "get_attr":
-                name = _unused_name(gm, str(node.target))
+                base = str(node.target).replace(".", "_")
+                names = (base if k == 0 else f"{base}_{k}" for k in itertools.count())
+                name = next(name for name in names if not hasattr(gm, name))
                 setattr(gm, name, attrgetter(str(node.target))(body))
                 copies[node] = gm.graph.get_attr(name)
                 copies[node].meta = dict(node.meta)
@@ -333,12 +334,6 @@ def _inline(gm: fx.GraphModule, call: fx.Node, body: fx.GraphModule, given: Any)
         user.replace_all_uses_with(results[user.args[1]])
         gm.graph.erase_node(user)
     gm.graph.erase_node(call)
-
-
-def _unused_name(gm: fx.GraphModule, target: str) -> str:
-    base = target.replace(".", "_")
-    names = (base if k == 0 else f"{base}_{k}" for k in itertools.count())
-    return next(name for name in names if not hasattr(gm, name))
 
 
 def current_compilation() -> tuple[int, int | None]:

@@ -208,21 +208,15 @@ def extract_forward_backward(
     forward = _partitioners.thread_graphsafe_rng_from_hops(forward, is_backward=False)
     backward = _partitioners.thread_graphsafe_rng_from_hops(backward, is_backward=True)
     used = {node.name for node in module.graph.nodes if node.users}
-    for half in (forward, backward):
-        _drop_repeated(half, used)
-    return forward, backward
 
-
-def _drop_repeated(half: fx.GraphModule, used: Collection[str]) -> None:
-    """Drop random calls that torch repeats in the other half: nothing reads them there.
-
-    Attention counts as random on CUDA. A call that nothing ever read stays: it draws numbers.
-    """
-
+    # Random calls that torch repeats in the other half go: nothing reads them there. Attention
+    # counts as random on CUDA. A call that nothing ever read stays: it draws numbers.
     def stays(node: fx.Node) -> bool:
         return bool(node.is_impure(impure_random=node.name not in used))
 
-    half.graph.eliminate_dead_code(is_impure_node=stays)
+    for half in (forward, backward):
+        half.graph.eliminate_dead_code(is_impure_node=stays)
+    return forward, backward
 
 
 def donatable(

@@ -49,15 +49,11 @@ def has_within(store: Any, key: str, seconds: float) -> bool:
     try:
         store.wait([key], timedelta(seconds=seconds))
     except Exception as error:
-        if _is_timeout(error):
+        text = str(error).lower()
+        if isinstance(error, TimeoutError) or "timeout" in text or "timed out" in text:
             return False
         raise ConnectionError(str(error)) from error
     return True
-
-
-def _is_timeout(error: Exception) -> bool:
-    text = str(error).lower()
-    return isinstance(error, TimeoutError) or "timeout" in text or "timed out" in text
 
 
 def ranks_together(gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[int, ...]:

@@ -152,7 +152,7 @@ def on_device_without_memory(
 
     with ExitStack() as stack:
         for module in model.modules() if isinstance(model, torch.nn.Module) else ():
-            for name in _HOOKS:
+            for name in ("_forward_pre_hooks", "_forward_hooks"):
                 hooks = vars(module)[name]
                 others = {key: hook for key, hook in hooks.items() if not _gathers(hook)}
                 if len(others) < len(hooks):
@@ -162,9 +162,6 @@ def on_device_without_memory(
                 stand_ins = {name: stand_in(x) for name, x in held.items() if x is not None}
                 stack.enter_context(mock.patch.dict(held, stand_ins))
         yield pytree.tree_map_only(torch.Tensor, stand_in, given)
-
-
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
 
 def _gathers(hook: Any) -> bool:

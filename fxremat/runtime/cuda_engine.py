@@ -59,27 +59,17 @@ class _CudaLine:
     ) -> _CudaTransfer:
         """Copy once the computing stream has come here and ``after`` is reached."""
         with self._lock:
-            self._clean_up()
+            while self._running and self._running[0].is_over():
+                self._running.popleft().release()
             self._stream.wait_event(torch.cuda.current_stream(self._device).record_event())
             if after is not None:
                 self._stream.wait_event(after)
-            transfer = _CudaTransfer(source, target, self._copy(source, target))
+            timed = _device_time(self._direction, size_of_extent(source), self._stream)
+            with torch.cuda.stream(self._stream), timed:
+                run_of_memory(target).copy_(run_of_memory(source), non_blocking=True)
+            transfer = _CudaTransfer(source, target, self._stream.record_event())
             self._running.append(transfer)
             return transfer
-
-    def _copy(self, source: torch.Tensor, target: torch.Tensor) -> torch.cuda.Event:
-        with (
-            torch.cuda.stream(self._stream),
-            _device_time(self._direction, size_of_extent(source), self._stream),
-        ):
-            run_of_memory(target).copy_(run_of_memory(source), non_blocking=True)
-        ended: torch.cuda.Event = self._stream.record_event()
-        return ended
-
-    def _clean_up(self) -> None:
-        """Let go of copies from the front that are over."""
-        while self._running and self._running[0].is_over():
-            self._running.popleft().release()
 
 
 class CudaEngine(Engine[_CudaTransfer]):

@@ -50,7 +50,12 @@ class HostMemory:
 
     def allocate(self, nbytes: int, make: Callable[[], torch.Tensor]) -> torch.Tensor:
         """``make()``, counted as ``nbytes``; `HostMemoryExceeded` instead if over the cap."""
-        self._reserve(nbytes)
+        with self._lock:
+            self._settle()
+            if self.cap_bytes is not None and self._held + nbytes > self.cap_bytes:
+                raise HostMemoryExceeded(nbytes, self._held, self.cap_bytes)
+            self._held += nbytes
+            self._peak = max(self._peak, self._held)
         try:
             tensor = make()
             weakref.finalize(tensor.untyped_storage(), self._freed.append, nbytes).atexit = False
@@ -59,14 +64,6 @@ class HostMemory:
             self._freed.append(nbytes)
             raise
         return tensor
-
-    def _reserve(self, nbytes: int) -> None:
-        with self._lock:
-            self._settle()
-            if self.cap_bytes is not None and self._held + nbytes > self.cap_bytes:
-                raise HostMemoryExceeded(nbytes, self._held, self.cap_bytes)
-            self._held += nbytes
-            self._peak = max(self._peak, self._held)
 
     def _settle(self) -> None:
         """Take off what died since; the caller has the lock."""

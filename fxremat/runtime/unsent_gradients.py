@@ -177,7 +177,11 @@ class _Again:
         known, now = self.known, _versions(self.args)
         overwritten = {k for k, old in enumerate(self.versions) if now[k] != old}
         if not overwritten <= self.copies.keys():
-            raise RuntimeError(OVERWRITTEN)
+            raise RuntimeError(
+                "a gradient came for a result that is returned beside a loss, after something "
+                "that the graph was given had been overwritten. Call backward() for it before the "
+                "optimizer steps, or call it for a sum of the loss and what is made of this result."
+            )
         known.sent()
         args = [self.copies.get(k, x) for k, x in enumerate(self.args)]
         cuda = [torch.cuda.current_device()] if "cuda" in self.random else []
@@ -192,13 +196,6 @@ class _Again:
             asked = [(result, gradient) for result, gradient in pairs if gradient is not None]
             outputs, gradients = zip(*asked, strict=True)
             return torch.autograd.grad(outputs, self.leaves, gradients, allow_unused=True)
-
-
-OVERWRITTEN = (
-    "a gradient came for a result that is returned beside a loss, after something that the graph "
-    "was given had been overwritten. Call backward() for it before the optimizer steps, or call "
-    "it for a sum of the loss and what is made of this result."
-)
 
 
 class _Late(torch.autograd.Function):

@@ -129,10 +129,6 @@ def chosen_kernel(call: Call, capability: Capability) -> Callable[[Call], Tensor
     return next((kernel for kernel in order if takes[kernel](call, capability)), _math)
 
 
-def _low_precision(capability: Capability) -> tuple[torch.dtype, ...]:
-    return _HALF if capability >= (8, 0) else (torch.float16,)
-
-
 def _flash_takes(call: Call, capability: Capability) -> bool:
     enabled = torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]
     query, key, value = call.widths
@@ -151,19 +147,15 @@ def _efficient_takes(call: Call, capability: Capability) -> bool:
     enabled = torch.backends.cuda.mem_efficient_sdp_enabled()  # type: ignore[no-untyped-call]
     if not (enabled and call.is_dense() and call.rows_lie_together()):
         return False
-    dtype = call.query.dtype
-    if dtype not in (*_low_precision(capability), torch.float32):
+    dtype, is_ampere = call.query.dtype, capability >= (8, 0)
+    if dtype not in (torch.float16, torch.float32, *(_HALF if is_ampere else ())):
         return False
+    # numbers that a row is a multiple of, for matmuls of that dtype
+    aligned = 4 if is_ampere else 1
+    if is_ampere or dtype in _HALF:  # by tensor cores
+        aligned = max(aligned, 16 // dtype.itemsize)
     query, key, value = call.widths
-    aligned = _alignment(dtype, capability)
     return query == key and query % aligned == value % aligned == 0
-
-
-def _alignment(dtype: torch.dtype, capability: Capability) -> int:
-    """Numbers that a row is a multiple of, for matmuls of that dtype."""
-    tensor_cores = capability >= (8, 0) or dtype in _HALF
-    least = 4 if capability >= (8, 0) else 1
-    return max(least, 16 // dtype.itemsize) if tensor_cores else least
 
 
 def _cudnn_takes(call: Call, capability: Capability) -> bool:

@@ -105,15 +105,16 @@ def _register(library: Any) -> None:
         for name in torch._C._dispatch_get_all_op_names():
             if not name.startswith("aten::"):
                 continue
-            kernel = _kernel(name) if _has(name, "AutocastCUDA") else None
-            if kernel is None and not _has(name, _KEY):
+            kernel = _kernel(name) if has_kernel(name, "AutocastCUDA") else None
+            if kernel is None and not has_kernel(name, _KEY):
                 continue
             library.impl(
                 name.removeprefix("aten::"), kernel or torch.library.fallthrough_kernel, _KEY
             )
 
 
-def _has(name: str, key: str) -> bool:
+def has_kernel(name: str, key: str) -> bool:
+    """Whether torch's dispatcher has a kernel of an op for a key."""
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, key))
 
 
@@ -233,7 +234,23 @@ def without_device(seen: Seen, empty_cache: Callable[[], None]) -> Iterator[None
     and how it is written in terms of others, is not seen. Numbers that Python reads are made
     up (`_number`). ``empty_cache`` stands for torch's.
     """
-    mode = _mode(seen)
+
+    class Seeing(FakeTensorMode):  # type: ignore[no-untyped-call]
+        depth = 0
+
+        def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func in _READS:
+                return _READS[func](args[0])
+            self.depth += 1
+            try:
+                result = super().dispatch(func, types, args, kwargs)
+            finally:
+                self.depth -= 1
+            if not self.depth and func is not torch.ops.prim.device.default:
+                seen(func, args, kwargs or {}, result)
+            return result
+
+    mode: Any = Seeing(allow_non_fake_inputs=True)
     with (
         fake_cuda(),
         _foreach_of_fake_tensors(optimizer),
@@ -260,25 +277,6 @@ _ANSWERS: dict[str, Any] = {
     ),
 }  # fmt: skip
 """What `torch.cuda` says inside."""
-
-
-def _mode(seen: Seen) -> Any:
-    class Seeing(FakeTensorMode):  # type: ignore[no-untyped-call]
-        depth = 0
-
-        def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func in _READS:
-                return _READS[func](args[0])
-            self.depth += 1
-            try:
-                result = super().dispatch(func, types, args, kwargs)
-            finally:
-                self.depth -= 1
-            if not self.depth and func is not torch.ops.prim.device.default:
-                seen(func, args, kwargs or {}, result)
-            return result
-
-    return Seeing(allow_non_fake_inputs=True)
 
 
 def _number(tensor: torch.Tensor) -> bool | int | float:

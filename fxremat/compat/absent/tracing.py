@@ -19,6 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from fxremat.compat.absent.attention import for_capability
+from fxremat.compat.absent.eager import has_kernel
 from fxremat.compat.absent.pretending import CUDA, Properties, pretending
 from fxremat.compat.compilers import (
     in_fake_mode_of,
@@ -114,7 +115,7 @@ class _Decomposing(fx.Interpreter):
         self.table = table
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        if target in self.table and _can_be_taken_apart(target):
+        if target in self.table and has_kernel(target.name(), "CompositeImplicitAutograd"):
             target = self.table[target]
         if target is torch.ops.aten.view.default and not _is_view(*args):
             target = torch.ops.aten.reshape.default
@@ -129,11 +130,6 @@ def _is_view(tensor: torch.Tensor, size: Any) -> bool:
         except (RuntimeError, ValueError):
             return False
     return True
-
-
-def _can_be_taken_apart(op: Any) -> bool:
-    name: str = op.name()
-    return torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
 
 
 def with_numbers(

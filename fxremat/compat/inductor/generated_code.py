@@ -265,10 +265,6 @@ class _WithoutKernels(ast.NodeTransformer):
         return self.generic_visit(node)
 
 
-def _unseen(made: torch.Tensor) -> None:
-    """Pinned memory is the host's."""
-
-
 def _empty_like_generated(
     device: str, asked: Callable[[torch.Tensor], None]
 ) -> Callable[..., torch.Tensor]:
@@ -278,16 +274,6 @@ def _empty_like_generated(
         return made
 
     return empty
-
-
-def _reinterpret(tensor: torch.Tensor, size: Any, stride: Any, offset: int) -> torch.Tensor:
-    return tensor.as_strided(size, stride, tensor.storage_offset() + offset)
-
-
-def _from_pool(
-    pool: torch.Tensor, offset: int, dtype: torch.dtype, size: Any, stride: Any
-) -> torch.Tensor:
-    return pool.view(dtype).as_strided(size, stride, offset // dtype.itemsize)
 
 
 def load_without_kernels(
@@ -303,17 +289,23 @@ def load_without_kernels(
     told each buffer that the code itself allocates on the CPU or a GPU.
     """
     tree = ast.fix_missing_locations(_WithoutKernels().visit(ast.parse(generated.source)))
-    namespace: dict[str, Any] = {"_no_kernel": _NoKernel(), "__name__": filename}
+    no_kernel = _NoKernel()
+    namespace: dict[str, Any] = {"_no_kernel": no_kernel, "__name__": filename}
     exec(compile(tree, filename, "exec"), namespace)
     for name in [n for n in namespace if n.startswith("empty_strided_")]:
         device = name.removeprefix("empty_strided_").removesuffix("_pinned")
         pinned = name.endswith("_pinned")
-        namespace[name] = _empty_like_generated(device, _unseen if pinned else asked)
+        # pinned memory is the host's
+        namespace[name] = _empty_like_generated(device, no_kernel if pinned else asked)
     namespace |= {
-        "reinterpret_tensor": _reinterpret,
-        "alloc_from_pool": _from_pool,
-        "assert_size_stride": _NoKernel(),
-        "assert_alignment": _NoKernel(),
+        "reinterpret_tensor": lambda tensor, size, stride, offset: tensor.as_strided(
+            size, stride, tensor.storage_offset() + offset
+        ),
+        "alloc_from_pool": lambda pool, offset, dtype, size, stride: pool.view(dtype).as_strided(
+            size, stride, offset // dtype.itemsize
+        ),
+        "assert_size_stride": no_kernel,
+        "assert_alignment": no_kernel,
         **constants,
     }
     call: Callable[[list[Any]], Any] = namespace["call"]

@@ -141,9 +141,6 @@ def flops(rows: Sequence[Any], whole: Sequence[Any], program: str, *_: Any, **__
 # --- rows that are left out -------------------------------------------------------------------
 
 
-_PLACE_BYTES = torch.int64.itemsize
-
-
 def leaves_out(call: RowsCall) -> bool:
     if call.program.ignored is None:
         return False
@@ -166,7 +163,7 @@ def bytes_to_leave_out(call: RowsCall, slots: int) -> int:
     compared = total if call.rows[0].device.type == "cpu" else 0
     # before the loop labels are compared, and behind it at least a row is held
     loop = slots + call.chunk * sum(rows)
-    return total * _PLACE_BYTES + max(loop, compared, *spread) - slots
+    return total * torch.int64.itemsize + max(loop, compared, *spread) - slots
 
 
 def rows_to_run(count: int, chunk: int, tile: int) -> int:
