@@ -179,12 +179,6 @@ def torch_partition(
     return halves
 
 
-def saved_names(backward: fx.GraphModule) -> tuple[str, ...]:
-    """What a backward reads of its forward, by the names in the joint graph, in order."""
-    placeholders = [node for node in backward.graph.nodes if node.op == "placeholder"]
-    return tuple(name_in_forward(node) for node in placeholders if not is_tangent(node))
-
-
 def extract_forward_backward(
     module: fx.GraphModule,
     saved: list[fx.Node],

@@ -112,25 +112,22 @@ def gradients_on_demand(
     Then ``sent()`` is called, and what ``compile_all()`` gives runs, which has gradients for all
     results. What is ``written``, by the places of arguments, is copied before each run.
     """
-    known = _Known(tuple(which), tuple(written), compile_all, sent)
-
-    def run(*args: Any) -> Any:
-        return known.run(call, args)
-
-    return like(call, run)
+    known = _Known(call, which, written, compile_all, sent)
+    return like(call, lambda *args: known.run(args))
 
 
 @dataclass
 class _Known:
     """What runs the graph with all gradients, and which arguments each run changes."""
 
-    which: tuple[int, ...]
-    written: tuple[int, ...]
+    call: Compiled
+    which: Sequence[int]
+    written: Sequence[int]
     compile_all: Callable[[], Compiled]
     sent: Callable[[], None]
     whole: Compiled | None = None
 
-    def run(self, call: Compiled, args: tuple[Any, ...]) -> Any:
+    def run(self, args: tuple[Any, ...]) -> Any:
         """The results, with nodes that wait for a gradient."""
         with torch.no_grad():
             copies = {k: args[k].clone() for k in self.written}
@@ -138,7 +135,7 @@ class _Known:
         if any(isinstance(x, torch.Tensor) and x.is_cuda for x in args):
             random["cuda"] = torch.cuda.get_rng_state()
         again = _Again(self, args, copies, random, _versions(args))
-        results = call(*args)
+        results = self.call(*args)
         given = list(results)
         apply: Any = _Late.apply
         late = apply(again, len(self.which), *(given[k] for k in self.which), *again.leaves)
