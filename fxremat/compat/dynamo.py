@@ -9,7 +9,7 @@ import os
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from operator import attrgetter
@@ -198,37 +198,27 @@ def compiled_in_place(
 
     But for modules of torch itself: Dynamo looks into those only where they are wrapped.
     """
-    compiled = [(part, part._compiled_call_impl) for part in parts]
-    around = [
-        (module._modules, name, child)
-        for module in model.modules()
-        for name, child in module._modules.items()
-        if child is not None and unwrapped(child) is not child
+    tables: list[Any] = [module._modules for module in model.modules()]
+    wrapped = [x for table in tables for x in table.values() if isinstance(x, OptimizedModule)]
+    kept = [
+        one for one in wrapped if type(one._orig_mod).forward.__module__.startswith("torch.nn.")
     ]
-    kept: list[Any] = [
-        child
-        for _, _, child in around
-        if type(unwrapped(child)).forward.__module__.startswith("torch.nn.")
-    ]
-    before = [(one, one.dynamo_ctx, one.forward) for one in kept]
-    inside = {id(unwrapped(one)) for one in kept}
-    try:
-        for table, name, child in around:
-            if id(unwrapped(child)) not in inside:
-                table[name] = unwrapped(child)
+    inside = {one._orig_mod for one in kept}
+    with ExitStack() as stack:
+        for table in tables:
+            bare = {name: unwrapped(x) for name, x in table.items() if x in wrapped}
+            if others := {name: x for name, x in bare.items() if x not in inside}:
+                stack.enter_context(mock.patch.dict(table, others))
         for one in kept:
+            how: dict[str, Any] = {"dynamo_ctx": one.dynamo_ctx, "forward": one.forward}
+            stack.enter_context(mock.patch.multiple(one, **how))
             _compile_wrapped(one, backend=backend)
-        for part, _ in compiled:
-            if id(part) not in inside:
+        for part in parts:
+            call = part._compiled_call_impl
+            stack.enter_context(mock.patch.object(part, "_compiled_call_impl", call))
+            if part not in inside:
                 part.compile(backend=backend)
         yield
-    finally:
-        for table, name, child in around:
-            table[name] = child
-        for one, context, forward in before:
-            one.dynamo_ctx, one.forward = context, forward
-        for part, call in compiled:
-            part._compiled_call_impl = call
 
 
 def _compile_wrapped(wrapped: Any, **how: Any) -> None:

@@ -52,10 +52,7 @@ def _note(optimizer: Optimizer) -> None:
 
 
 def live_optimizers() -> list[Optimizer]:
-    """All that live, the newest first, without those that only pass on to others.
-
-    A wrapper is left out: what it wraps is an optimizer of its own.
-    """
+    """All that live, the newest first, without wrappers, which pass on to those that they have."""
     note_optimizers()
     alive = [one() for one in reversed(_MADE)]
     return [one for one in alive if one is not None and not wrapped_by(one)]

@@ -42,10 +42,7 @@ def job_store() -> Any:
 
 
 def has_within(store: Any, key: str, seconds: float) -> bool:
-    """Whether a key is there, or comes within so many seconds.
-
-    Raises `ConnectionError` where the store cannot be reached.
-    """
+    """Whether a key comes within so many seconds; `ConnectionError` if the store is lost."""
     try:
         store.wait([key], timedelta(seconds=seconds))
     except Exception as error:

@@ -22,10 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 
 def storage_watch(tensor: torch.Tensor) -> tuple[int, Callable[[], bool]]:
-    """A number for the storage of ``tensor``, unique as long as the second is kept.
-
-    The second says whether the storage is gone.
-    """
+    """A number for the storage of ``tensor``, and what says if that is gone; unique while kept."""
     reference: Any = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
     return int(reference.cdata), reference.expired
 
@@ -279,10 +276,7 @@ def new_block(nbytes: int, device: torch.device) -> torch.Tensor:
 def tensor_over(
     block: torch.Tensor, begin: int, end: int, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """A tensor over bytes of ``block``, on a storage of exactly these, which keeps the block alive.
-
-    The storage cannot be resized.
-    """
+    """A tensor on a storage of exactly these bytes of ``block``, kept alive and never resized."""
     package: Any = torch
     with _plain():
         made: torch.Tensor = package.from_dlpack(block[begin:end]).view(dtype or torch.uint8)

@@ -117,10 +117,7 @@ empty_strided_cuda = _placing(EMPTY["cuda"])
 
 
 def free(tensor: torch.Tensor) -> None:
-    """Give back the memory of a tensor that nobody reads again, whoever holds it.
-
-    It is called inside of code.
-    """
+    """Give back the memory of a tensor that nobody reads again, whoever holds it; from code."""
     if _NOW.half is None or not _NOW.half.free(tensor):
         tensor.untyped_storage().resize_(0)
 

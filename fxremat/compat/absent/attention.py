@@ -186,10 +186,7 @@ def _added(call: Call) -> Tensor | None:
 
 
 def _cudnn(call: Call) -> Tensor:
-    """cuDNN's fused attention, which keeps the logarithms of the rows' sums.
-
-    It repeats a mask over batch and heads by itself.
-    """
+    """cuDNN's fused attention, which repeats a mask over batch and heads by itself."""
     op = _ATEN._scaled_dot_product_cudnn_attention.default
     how = call.trains, call.dropout, call.is_causal, False
     return _result(op(*call.operands, _added(call), *how, scale=call.scale))

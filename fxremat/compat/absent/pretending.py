@@ -39,10 +39,7 @@ _ASKED_OF_TORCH = (
 
 @dataclass(frozen=True)
 class Properties:
-    """Those of `torch.cuda.get_device_properties` that code depends on, by the same names.
-
-    What is the same on all cards of NVIDIA stands in the class.
-    """
+    """Those of `torch.cuda.get_device_properties` that code depends on, by the same names."""
 
     warp_size = 32
     gcnArchName = ""

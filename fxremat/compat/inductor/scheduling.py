@@ -80,10 +80,7 @@ def far_loops_apart() -> AbstractContextManager[object]:
 
 
 def _are_apart(scheduler: Any, first: Any, second: Any) -> bool:
-    """Whether the second loop needs what cannot be made before the first has run.
-
-    What the first writes itself does not count.
-    """
+    """Whether the second loop needs what others can make only after the first has run."""
     from torch._inductor.scheduler import FusedSchedulerNode, SchedulerNode
 
     for one in (first, second):

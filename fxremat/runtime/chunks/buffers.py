@@ -75,10 +75,7 @@ _REDUCING = frozenset(
 
 @functools.cache
 def out_form(op: str) -> Any | None:
-    """What computes ``op`` into given memory, and allocates nothing; None where there is none.
-
-    It is the overload with the same arguments that writes into ``out``.
-    """
+    """The overload of ``op`` that writes into ``out`` and allocates nothing; None without one."""
     if op.split(".")[1] not in _ELEMENTWISE | _REDUCING and op not in MATMULS:
         return None
     functional = overload(op)

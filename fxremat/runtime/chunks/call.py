@@ -239,10 +239,7 @@ class CountedRows:
 
 
 def _places(labels: torch.Tensor, number: Number, order: torch.Tensor) -> torch.Tensor | None:
-    """The rows whose label is another one, for the host; written to the front of ``order`` too.
-
-    None where nobody can tell.
-    """
+    """The rows of another label, for the host, also in front of ``order``; None if unknown."""
     if is_fake(labels) or (labels.is_cuda and torch.cuda.is_current_stream_capturing()):
         return None
     if labels.device.type != "cpu":
