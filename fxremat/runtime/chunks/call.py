@@ -70,10 +70,13 @@ class RowsCall:
     def plan(self) -> Layout:
         return layout(self.text)
 
-    def format_of(self, result: int) -> torch.memory_format:
-        """How the result at this place lies in memory."""
-        last = self.channels_last and result in places_of_images(self.text)
-        return torch.channels_last if last else torch.contiguous_format
+    def new_result(self, place: int) -> torch.Tensor:
+        """Memory for the result at this place."""
+        one = self.program[self.program.results[place]]
+        shape = one.row_shape if one.kind == "sum" else (self.total, *one.row_shape)
+        last = self.channels_last and place in places_of_images(self.text)
+        form = torch.channels_last if last else torch.contiguous_format
+        return torch.empty(shape, dtype=one.dtype, device=self.rows[0].device, memory_format=form)
 
     @property
     def total(self) -> int:
