@@ -127,7 +127,7 @@ def test_without_contents() -> None:
 
 
 def test_waits_are_no_dead_code_and_starts_without_use_are() -> None:
-    module = graph_of(one_graph, *inputs())
+    module = graph_of(forward, *inputs())
     calls = [node.target for node in module.graph.nodes]
     module.graph.eliminate_dead_code()
     assert [node.target for node in module.graph.nodes] == calls
