@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fxremat import runtime
-from fxremat.runtime import copies, cpu_engine, cuda_engine, host_memory
+from fxremat.runtime import host_memory
 from fxremat.runtime.copies import to_device, to_host, wait_device, wait_host
 from fxremat.runtime.copy_trace import CopyRecord
 
@@ -45,8 +45,7 @@ LAYOUTS: dict[str, torch.Tensor] = {
 def nothing_held(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No test leaves host memory held by copies, and none counts what others left."""
     own = host_memory.HostMemory()
-    for module in (host_memory, cpu_engine, cuda_engine, copies):
-        monkeypatch.setattr(module, "HOST_MEMORY", own)
+    monkeypatch.setattr(host_memory, "HOST_MEMORY", own)
     yield
     if runtime.host_bytes().now_bytes:
         gc.collect()  # what pytest keeps of an error that was expected

@@ -21,7 +21,7 @@ from fxremat.compat.tensors import fake_tensors, is_fake
 from fxremat.cost.cuda_scratch import cublas_workspace
 from fxremat.report.report import Report
 from tests import graphs
-from tests.absent_nets import Net
+from tests.absent_nets import net
 
 # --- attention ----------------------------------------------------------------------------
 
@@ -230,7 +230,7 @@ def test_the_card_that_is_here_has_the_same(name: str) -> None:
 def test_each_op_that_cuda_treats_is_known() -> None:
     """Of this torch; one that is not would run as it is."""
     names = [n for n in torch._C._dispatch_get_all_op_names() if n.startswith("aten::")]
-    treated = [n for n in names if eager._has(n, "AutocastCUDA")]
+    treated = [n for n in names if eager.has_kernel(n, "AutocastCUDA")]
     assert len(treated) > 100
     unknown = [n for n in treated if eager._kernel(n) is None]
     assert set(unknown) <= {"aten::_cudnn_rnn"}  # of which nothing is traced on the CPU
@@ -310,12 +310,12 @@ def saved_bytes(report: Report) -> int:
 def test_a_step_is_planned_as_it_runs_on_the_card(around: str) -> None:
     """Weights stay in 32 bits; what is saved is smaller than without, and attention is flash."""
     with fxremat.device.absent("A100"):
-        wide = fxremat.explain(Net(), *tokens()).graphs[0]
+        wide = fxremat.explain(net(), *tokens()).graphs[0]
         if around == "forward":
-            mixed = fxremat.explain(graphs.Net(in_low, net=Net()), *tokens()).graphs[0]
+            mixed = fxremat.explain(graphs.Net(in_low, net=net()), *tokens()).graphs[0]
         else:
             with torch.autocast("cuda", LOW):
-                mixed = fxremat.explain(Net(), *tokens()).graphs[0]
+                mixed = fxremat.explain(net(), *tokens()).graphs[0]
     assert mixed.resident_bytes == wide.resident_bytes
     assert saved_bytes(mixed) < 0.9 * saved_bytes(wide)
 

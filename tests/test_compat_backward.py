@@ -35,10 +35,11 @@ from fxremat.compat.joint_graph import (
     donatable,
     donate,
     donated_inputs,
+    is_tangent,
     must_be_in_backward,
     must_be_in_forward,
     mutated_input_of,
-    saved_names,
+    name_in_forward,
     torch_partition,
     user_tag,
     without_user_tags,
@@ -205,6 +206,12 @@ def classifier() -> Net:
         return F.cross_entropy(net.head(x), torch.zeros(len(x), dtype=torch.int64))
 
     return Net(loss, head=nn.Linear(64, 500))
+
+
+def saved_names(backward: fx.GraphModule) -> list[str]:
+    """What a backward reads of its forward, by the names in the joint graph, in order."""
+    placeholders = backward.graph.find_nodes(op="placeholder")
+    return [name_in_forward(node) for node in placeholders if not is_tangent(node)]
 
 
 LOGITS = "empty_strided_cpu((32, 500)"

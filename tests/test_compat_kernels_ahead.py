@@ -8,6 +8,7 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,11 +40,13 @@ from tests.test_compat_tensors import GENERATED
 # --- kernels ahead ------------------------------------------------------------------------
 
 
+@dataclass
 class Kind:
     """Vector instructions; what is found out about them takes until all kinds are asked."""
 
-    def __init__(self, name: str, together: threading.Barrier, found: dict[str, Any]) -> None:
-        self.name, self.together, self.found = name, together, found
+    name: str
+    together: threading.Barrier
+    found: dict[str, Any]
 
     def __str__(self) -> str:
         return self.name
@@ -76,10 +79,8 @@ def test_look_for_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.skipif(platform.machine() not in {"x86_64", "AMD64"}, reason="x86 has several kinds")
 def test_what_is_looked_for_is_what_inductor_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """If all that it asks for can be used, as here, these are those that it finds."""
-    found: dict[str, Any] = {}
-    alone = threading.Barrier(1)
-    names = [str(kind) for kind in cpu_vec_isa.supported_vec_isa_list]
-    kinds = [Kind(name, alone, found) for name in names]
+    names = map(str, cpu_vec_isa.supported_vec_isa_list)
+    kinds = [Kind(name, threading.Barrier(1), {}) for name in names]
     monkeypatch.setattr(cpu_vec_isa, "supported_vec_isa_list", kinds)
     cpu_vec_isa.valid_vec_isa_list.cache_clear()
     try:
@@ -287,33 +288,30 @@ def nothing(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_it_is_lowered_once_and_computes_the_same(lowered: list[bool], threads: int) -> None:
-    """However many threads compile kernels."""
+    """However many threads compile kernels; Inductor counts it once."""
     with inductor_config.patch(fx_graph_cache=False, compile_threads=threads):
-        expected = trained(net(), nothing)
+        counters.clear()
+        expected, counted = trained(net(), nothing), dict(counters["inductor"])
         assert lowered == [False, True]
+        counters.clear()
         found = trained(net(), ahead)
+    assert dict(counters["inductor"]) == counted
     assert lowered == [False, True] * 2
     assert not lowered_ahead._ready  # each is taken once
-    for mine, theirs in zip(found, expected, strict=True):
-        assert torch.equal(mine, theirs)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
-def other_configuration(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
-    with inductor_config.patch(max_fusion_size=1):
-        ahead(forward, backward)
+@pytest.mark.parametrize("other", ["configuration", "graph"])
+def test_what_is_another_is_lowered_anew(lowered: list[bool], other: str) -> None:
+    def between(*halves: fx.GraphModule) -> None:
+        with inductor_config.patch({"max_fusion_size": 1} if other == "configuration" else {}):
+            ahead(*halves)
+        for module in halves if other == "graph" else ():
+            call = next(n for n in module.graph.nodes if n.op == "call_function")
+            call._rename(call.name + "_other")
 
-
-def other_graph(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
-    ahead(forward, backward)
-    for module in (forward, backward):
-        call = next(n for n in module.graph.nodes if n.op == "call_function")
-        call._rename(call.name + "_other")
-
-
-@pytest.mark.parametrize("other", [other_configuration, other_graph])
-def test_what_is_another_is_lowered_anew(lowered: list[bool], other: Step) -> None:
     with inductor_config.patch(fx_graph_cache=False):
-        trained(net(), other)
+        trained(net(), between)
     assert lowered == [False, True] * 2
 
 
@@ -328,17 +326,6 @@ def test_who_wants_to_see_inductor_at_work_does() -> None:
     assert not lowered_ahead._ready
 
 
-def test_the_counters_of_inductor_are_those_of_one_compilation() -> None:
-    """What was generated ahead is not counted twice."""
-    with inductor_config.patch(fx_graph_cache=False):
-        counters.clear()
-        trained(net(), nothing)
-        expected = dict(counters["inductor"])
-        counters.clear()
-        trained(net(), ahead)
-    assert dict(counters["inductor"]) == expected
-
-
 def test_inputs_that_are_checked(lowered: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: the code is taken where what calls it checks, lowered anew where it does."""
     expected = trained(net(), nothing)
@@ -351,8 +338,7 @@ def test_inputs_that_are_checked(lowered: list[bool], monkeypatch: pytest.Monkey
     with inductor_config.patch(fx_graph_cache=False):
         found = trained(net(), ahead)
     assert lowered == [False, True] * (2 if lowered_ahead.checks_are_written() else 1)
-    for mine, theirs in zip(found, expected, strict=True):
-        assert torch.equal(mine, theirs)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 # --- autotune -----------------------------------------------------------------------------

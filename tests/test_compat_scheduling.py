@@ -419,8 +419,10 @@ def test_what_generated_code_allocates_with() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.complex64, torch.int64])
 def test_a_tensor_over_bytes_of_a_block(dtype: torch.dtype) -> None:
     """Its storage is its own, of exactly these bytes; it keeps the block alive."""
-    block = new_block(BLOCK_BYTES, HOST)
-    one = tensor_over(block, 1024, 2048, dtype)
+    with torch.inference_mode():
+        block = new_block(BLOCK_BYTES, HOST)
+        one = tensor_over(block, 1024, 2048, dtype)
+    assert not one.is_inference()
     assert one.untyped_storage().nbytes() == 1024
     assert one.data_ptr() == block.data_ptr() + 1024
     write_over(block, 1024, 2048, 1)
@@ -429,12 +431,6 @@ def test_a_tensor_over_bytes_of_a_block(dtype: torch.dtype) -> None:
     one.fill_(1)
     assert one.sum() == one.numel()
     assert uses > 1
-
-
-def test_tensors_made_inside_of_inference_mode_are_plain() -> None:
-    with torch.inference_mode():
-        one = tensor_over(new_block(1024, HOST), 0, 1024, torch.float32)
-    assert not one.is_inference()
 
 
 def test_what_lies_there_is_a_tensor_like_any_other() -> None:

@@ -19,7 +19,7 @@ from fxremat import runtime
 from fxremat.compat.configuration import inductor_config
 from fxremat.errors import InvalidOption
 from fxremat.runtime import cpu_engine, cuda_engine
-from fxremat.runtime.copies import Engine, to_device, to_host, wait_device, wait_host
+from fxremat.runtime.copies import to_device, to_host, wait_device, wait_host
 from tests import host_copies
 from tests.host_copies import CPU, DEVICES, LAYOUTS, TENTH, fetched, of, sent
 
@@ -127,7 +127,7 @@ def test_without_contents() -> None:
 
 
 def test_waits_are_no_dead_code_and_starts_without_use_are() -> None:
-    module = graph_of(one_graph, *inputs())
+    module = graph_of(forward, *inputs())
     calls = [node.target for node in module.graph.nodes]
     module.graph.eliminate_dead_code()
     assert [node.target for node in module.graph.nodes] == calls
@@ -138,21 +138,8 @@ def test_waits_are_no_dead_code_and_starts_without_use_are() -> None:
 # --- graphs -------------------------------------------------------------------------------
 
 
-def one_graph(a: Any, w: Any) -> tuple[Any]:
-    """Sends a value away while three matrix products run, and gets it back."""
-    m = ATEN.mul.Tensor(a, 2.0)
-    host = to_host(m)
-    product = ATEN.mm.default(m, w)
-    wait_host(host, m)
-    product = ATEN.mm.default(product, w)
-    back = to_device(host, CPU)
-    product = ATEN.mm.default(product, w)
-    wait_device(back, host)
-    return (ATEN.add.Tensor(product, back),)
-
-
 def forward(a: Any, w: Any) -> tuple[Any, Any]:
-    """The first half of `one_graph`, which hands out the host tensor."""
+    """Sends a value away while a matrix product runs, and hands out the host tensor."""
     m = ATEN.mul.Tensor(a, 2.0)
     host = to_host(m)
     product = ATEN.mm.default(m, w)
@@ -161,13 +148,18 @@ def forward(a: Any, w: Any) -> tuple[Any, Any]:
 
 
 def backward(product: Any, host: Any, w: Any) -> tuple[Any, Any]:
-    """The second half, which fetches the host tensor twice."""
+    """Fetches the host tensor twice, while a matrix product runs."""
     back = to_device(host, CPU)
     again = to_device(host, CPU)
     product = ATEN.mm.default(product, w)
     wait_device(back, host)
     wait_device(again, host)
     return ATEN.add.Tensor(product, back), ATEN.cos.default(again)
+
+
+def one_graph(a: Any, w: Any) -> tuple[Any]:
+    """Both halves."""
+    return (backward(*forward(a, w), w)[0],)
 
 
 def without_wait(a: Any) -> tuple[Any]:
@@ -185,7 +177,7 @@ def inputs() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def expected(a: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """What `one_graph`, and `backward` after `forward`, compute."""
+    """What `backward` after `forward` computes."""
     return 2 * a + 2 * a @ w @ w @ w
 
 
@@ -321,7 +313,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def test_cuda_orders_by_events(log: list[Any]) -> None:
-    engine: Engine = cuda_engine.CudaEngine()
+    engine = cuda_engine.CudaEngine()
     x = torch.randn(5, 7).t()
     host = engine.start_to_host(x)
     engine.wait("wait_host", host, x.device)
@@ -344,7 +336,7 @@ def test_cuda_orders_by_events(log: list[Any]) -> None:
 
 
 def test_cuda_holds_what_nobody_waited_for_until_it_is_copied(log: list[Any]) -> None:
-    engine: Engine = cuda_engine.CudaEngine()
+    engine = cuda_engine.CudaEngine()
     host = engine.start_to_host(torch.zeros(3))
     engine.wait("wait_host", host, CPU)
     storage = weakref.ref(engine.start_to_device(host, CPU).untyped_storage())
@@ -356,7 +348,7 @@ def test_cuda_holds_what_nobody_waited_for_until_it_is_copied(log: list[Any]) ->
 
 
 def test_cuda_records_times_of_the_device(log: list[Any]) -> None:
-    engine: Engine = cuda_engine.CudaEngine()
+    engine = cuda_engine.CudaEngine()
     before = time.perf_counter()
     with runtime.copy_trace() as records:
         host = engine.start_to_host(torch.zeros(3))

@@ -17,7 +17,7 @@ from fxremat.memory.measured_peak import measure_peak
 from fxremat.runtime import cpu_engine
 from fxremat.runtime.copies import to_device, to_host, wait_device, wait_host
 from fxremat.runtime.copy_trace import Pending
-from fxremat.runtime.host_memory import extent, size_of_extent
+from fxremat.runtime.host_memory import size_of_extent
 from tests import host_copies
 from tests.host_copies import CPU, DEVICES, LAYOUTS, TENTH, fetched, sent
 
@@ -51,11 +51,14 @@ def test_a_conjugate_view_arrives_as_what_it_stands_for() -> None:
 
 
 def test_extent_covers_gaps() -> None:
-    assert extent(LAYOUTS["transposed"]) == 35
-    assert extent(LAYOUTS["sliced"]) == 2 * 7 + 2 * 2 + 1
-    assert extent(LAYOUTS["expanded"]) == 5
-    assert extent(LAYOUTS["empty"]) == 0
-    assert size_of_extent(LAYOUTS["bfloat16"]) == 70
+    bytes_of = {
+        "transposed": 35 * 4,
+        "sliced": 19 * 4,
+        "expanded": 5 * 4,
+        "empty": 0,
+        "bfloat16": 70,
+    }
+    assert {name: size_of_extent(LAYOUTS[name]) for name in bytes_of} == bytes_of
 
 
 def test_contents_are_not_there_before_the_wait() -> None:
@@ -77,12 +80,14 @@ def test_contents_are_not_there_before_the_wait() -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_host_tensor_can_be_fetched_again(device: str) -> None:
+def test_a_host_tensor_can_be_fetched_again_and_waited_for_again(device: str) -> None:
+    """A backward that runs twice, for retain_graph, does both."""
     x = torch.randn(10, device=device)
     host = sent(x)
+    wait_host(host, x)
     first, second = to_device(host, x.device), to_device(host, x.device)
-    wait_device(second, host)
-    wait_device(first, host)
+    for fetch in (second, first, first):
+        wait_device(fetch, host)
     assert torch.equal(first, x)
     assert torch.equal(second, x)
     assert torch.equal(fetched(host, device), x)
@@ -220,18 +225,6 @@ def test_waiting_for_nothing(device: str) -> None:
         wait_device(x, torch.zeros(3))
     with pytest.raises(RuntimeError, match="started by fxremat::to_host"):
         wait_host(torch.zeros(3), x)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_waiting_again(device: str) -> None:
-    """A backward that runs twice, for retain_graph, waits twice."""
-    x = torch.ones(3, device=device)
-    host = sent(x)
-    wait_host(host, x)
-    back = to_device(host, x.device)
-    wait_device(back, host)
-    wait_device(back, host)
-    assert torch.equal(back, x)
 
 
 def test_a_copy_that_fails_says_so_where_it_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

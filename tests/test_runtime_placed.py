@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from fxremat.core.layout import CodeBuffer, HalfLayout, RunLayout, StepLayout
+from fxremat.memory import arena
 from fxremat.memory.arena import Arena, PlacedRun
 from fxremat.runtime.placed import (
     backward_at_places,
@@ -84,10 +85,10 @@ def test_places_are_those_of_one_thread() -> None:
 
 def test_a_gpu_that_records_a_graph_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    arena = Arena(torch.device("cuda"))
-    (run,) = arena.placed(StepLayout((RunLayout(half(0)),), KIB))
+    empty = Arena(torch.device("cuda"))
+    (run,) = empty.placed(StepLayout((RunLayout(half(0)),), KIB))
     assert run.forward.enter() is None
-    assert arena.nbytes == 0
+    assert empty.nbytes == 0
 
 
 def test_on_a_gpu_streams_wait_and_all_else_comes_from_a_pool(
@@ -100,25 +101,21 @@ def test_on_a_gpu_streams_wait_and_all_else_comes_from_a_pool(
         def wait_stream(self, other: Stream) -> None:
             calls.append(("waits", self, other))
 
-    class Pool:
-        id = (0, 1)
-
     def note(name: str) -> Any:
-        return lambda *args: calls.append((name, *args))
+        return lambda *_: calls.append(name)
 
     run, streams = placed(half(0)), [Stream(), Stream()]
     run_at(run.forward, ask)
-    names = ["beginAllocateCurrentThreadToPool", "endAllocateToPool", "releasePool"]
-    for name in names:
-        monkeypatch.setattr(torch._C, f"_cuda_{name}", note(name), raising=False)
+    monkeypatch.setattr(arena, "allocate_in_pool", note("pool"))
+    monkeypatch.setattr(arena, "allocate_as_before", note("as before"))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams[0])
-    monkeypatch.setattr(torch.cuda, "MemPool", Pool)
+    monkeypatch.setattr(torch.cuda, "MemPool", object)
     run.forward.arena.device = torch.device("cuda", 0)
     for _ in range(2):
         run_at(run.forward, ask)
         streams.reverse()
-    in_pool = [(name, 0, (0, 1)) for name in names]
+    in_pool = ["pool", "as before"]
     assert calls == [*in_pool, ("waits", *streams[::-1]), *in_pool]
 
 
@@ -249,18 +246,17 @@ def test_what_is_freed_is_given_away_whoever_holds_it() -> None:
 def test_dead_memory_is_poisoned() -> None:
     """What has died is filled with NaN, and what lives is not."""
     run = placed(half(0, 1, outlive=(0,)))
-    arena = run.forward.arena
-    arena.poison = True
+    run.forward.arena.poison = True
 
     def code() -> torch.Tensor:
         first = ask().fill_(1)
         ask().fill_(2)
         return first
 
-    first = run_at(run.forward, code)
-    assert arena.block is not None
-    assert arena.block[:KIB].view(torch.float32).eq(1).all()
-    assert arena.block[KIB:].view(torch.float32).isnan().all()
+    first, block = run_at(run.forward, code), run.forward.arena.block
+    assert block is not None
+    assert block[:KIB].view(torch.float32).eq(1).all()
+    assert block[KIB:].view(torch.float32).isnan().all()
     assert first.sum() == 256
 
 

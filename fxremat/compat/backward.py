@@ -34,7 +34,15 @@ def leaves_of_one_node() -> list[torch.Tensor]:
     Those of all its nodes, also of those that will not run. It is known where the node that runs
     is the first of the backward; elsewhere the list is empty.
     """
-    return _leaves_of_one_edge(_nodes_to_run())
+    # torch gives the nodes where autograd has one thread: then nothing changes what it looks at.
+    # On a machine without an accelerator there is only one thread.
+    single = not torch.accelerator.is_available()
+    with torch.autograd.set_multithreading_enabled(False) if single else nullcontext():
+        try:
+            nodes: Any = torch._C._current_graph_task_execution_order()  # type: ignore[attr-defined]
+        except RuntimeError:  # a node has run already
+            return []
+    return _leaves_of_one_edge(nodes)
 
 
 def _leaves_of_one_edge(nodes: Sequence[Any]) -> list[torch.Tensor]:
@@ -195,21 +203,6 @@ def _reachable(roots: Sequence[Any]) -> list[Any]:
     return list(found.values())
 
 
-def _nodes_to_run() -> list[Any]:
-    """All nodes of the backward that is running, if none but the one that runs now has begun.
-
-    torch gives them where autograd has one thread: then nothing changes what it looks at. It fails
-    if a node has run already. On a machine without an accelerator there is only one thread.
-    """
-    single = not torch.accelerator.is_available()
-    with torch.autograd.set_multithreading_enabled(False) if single else nullcontext():
-        try:
-            nodes: Any = torch._C._current_graph_task_execution_order()  # type: ignore[attr-defined]
-            return list(nodes)
-        except RuntimeError:
-            return []
-
-
 def _following(node: Any) -> list[Any]:
     return [edge for edge, _ in node.next_functions if edge is not None]
 
@@ -233,10 +226,7 @@ def hooks_on(leaf: torch.Tensor) -> int:
 
 
 def hooks_on_node(node: Any) -> int:
-    """How many hooks of the user a node of the backward has, before or after it.
-
-    A hook of ours only looks; it has the attribute ``is_ours``.
-    """
+    """How many hooks a node has, but for ours, which only look: they are marked ``is_ours``."""
     handles = [register(_no_hook) for register in (node.register_prehook, node.register_hook)]
     hooks = [hook for handle in handles for hook in (handle.hooks_dict_ref() or {}).values()]
     count = sum(hook is not _no_hook and not getattr(hook, "is_ours", False) for hook in hooks)
@@ -256,10 +246,7 @@ def _no_hook(*_: Any) -> None:
 
 
 def backward_drops_gradients() -> bool:
-    """Whether a compiled backward lets go of a gradient that it is given when that was read.
-
-    In torch before 2.13 whoever calls it holds them to its end.
-    """
+    """Whether a compiled backward drops a gradient when that was read, as from torch 2.13 on."""
     version: Any = torch.__version__
     return bool(version >= (2, 13))
 
@@ -294,10 +281,7 @@ def node_of_results(results: object, since: int) -> Any:
 
 
 def hooks_on_what_is_saved() -> bool:
-    """Whether a forward that runs now saves what hooks make of it.
-
-    So it is under `torch.utils.checkpoint`, where it runs first and where it runs again.
-    """
+    """Whether a forward saves what hooks make of it now, as under `torch.utils.checkpoint`."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 

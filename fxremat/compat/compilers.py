@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import wraps
 from importlib import import_module
 from typing import Any, cast
+from unittest import mock
 
 import torch
 from torch import fx
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.backends.debugging import boxed_nop
+from torch._guards import detect_fake_mode
+from torch._inductor.virtualized import V
 
 from fxremat.compat.configuration import inductor_config
 from fxremat.compat.dynamo import with_stack_room
@@ -21,8 +26,7 @@ _MARK = "fxremat"
 """In what Inductor notes of a kernel: tuned without more memory than the step has."""
 
 
-@contextmanager
-def tuned_in_the_step() -> Iterator[None]:
+def tuned_in_the_step() -> AbstractContextManager[object]:
     """Inside, kernels are written to be tuned where the step has room, but for a cache to flush.
 
     Each run that is timed gets copies of what the kernel overwrites. In the backward and for
@@ -35,17 +39,12 @@ def tuned_in_the_step() -> Iterator[None]:
     from torch._inductor.codegen import triton
 
     tune_in_the_step()
-    kernels: Any = triton.TritonKernel
-    before = kernels.__dict__["inductor_meta_common"]
+    before = vars(triton.TritonKernel)["inductor_meta_common"]
 
     def more(cls: Any) -> dict[str, Any]:
         return {**before.__func__(cls), "optimize_mem": True, _MARK: True}
 
-    kernels.inductor_meta_common = classmethod(more)
-    try:
-        yield
-    finally:
-        kernels.inductor_meta_common = before
+    return mock.patch.object(triton.TritonKernel, "inductor_meta_common", classmethod(more))
 
 
 def tune_in_the_step() -> None:
@@ -145,17 +144,25 @@ def compile_with_aot_eager(
     gm: fx.GraphModule, inputs: Sequence[Any], partition: Callable[..., Any]
 ) -> Callable[..., Any]:
     """AOTAutograd with our partition; the graphs run as they are, node by node."""
-    from torch._dynamo.backends.common import aot_autograd
-    from torch._dynamo.backends.debugging import boxed_nop
+    return traced_by_aot(gm, inputs, partition)
 
+
+def traced_by_aot(
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    partition: Callable[..., Any],
+    decompositions: Mapping[Any, Callable[..., Any]] | None = None,
+) -> Callable[..., Any]:
+    """What AOTAutograd makes of a Dynamo graph; its parts run as they are, node by node."""
     compiler = aot_autograd(
         fw_compiler=boxed_nop,
         partition_fn=partition,
+        decompositions=decompositions,
         keep_inference_input_mutations=True,
     )
     with only_marked_buffers_donated():
         compiled: Callable[..., Any] = compiler(gm, inputs)
-    return compiled
+        return compiled
 
 
 @with_stack_room
@@ -166,21 +173,12 @@ def trace_as_inductor(
     partition: Callable[..., Any],
 ) -> Callable[..., Any]:
     """The joint graph exactly as Inductor would give it to ``partition``; the parts run eagerly."""
-    from torch._dynamo.backends.common import aot_autograd
-    from torch._dynamo.backends.debugging import boxed_nop
 
     def with_joint_passes(module: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
         return joint_passes(module, lambda: partition(module, joint_inputs, **kwargs))
 
-    with inductor_config.patch(dict(patches)), only_marked_buffers_donated():
-        compiler = aot_autograd(
-            fw_compiler=boxed_nop,
-            partition_fn=with_joint_passes,
-            decompositions=inductor_decompositions(),
-            keep_inference_input_mutations=True,
-        )
-        compiled: Callable[..., Any] = compiler(gm, inputs)
-        return compiled
+    with inductor_config.patch(dict(patches)):
+        return traced_by_aot(gm, inputs, with_joint_passes, inductor_decompositions())
 
 
 @with_stack_room
@@ -217,15 +215,11 @@ def joint_passes(module: fx.GraphModule, then: Callable[[], Any]) -> Any:
         return then()
 
 
-@contextmanager
-def in_fake_mode_of(module: fx.GraphModule) -> Iterator[None]:
+def in_fake_mode_of(module: fx.GraphModule) -> AbstractContextManager[Any]:
     """Inside, Inductor makes its fake tensors in the mode of the graph's inputs."""
-    from torch._guards import detect_fake_mode
-    from torch._inductor.virtualized import V
-
-    values = [n.meta.get("val") for n in module.graph.nodes if n.op == "placeholder"]
-    with V.set_fake_mode(detect_fake_mode(values)):
-        yield
+    values = [n.meta.get("val") for n in module.graph.find_nodes(op="placeholder")]
+    mode: AbstractContextManager[Any] = V.set_fake_mode(detect_fake_mode(values))
+    return mode
 
 
 def inductor_decompositions() -> dict[Any, Callable[..., Any]]:

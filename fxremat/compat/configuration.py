@@ -9,7 +9,9 @@ from typing import Any
 import torch._functorch.config as functorch_config
 from torch import fx
 from torch._inductor import config as inductor_config
+from torch._inductor import list_mode_options
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._ops import OpOverload
 
 try:
@@ -42,8 +44,6 @@ PARTITIONER = "custom_partitioner_fn"
 
 def cache_directory() -> str:
     """Inductor's cache directory, which honours TORCHINDUCTOR_CACHE_DIR."""
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
     return str(cache_dir())
 
 
@@ -54,8 +54,6 @@ def caches_disabled() -> bool:
 
 def inductor_patches(mode: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
     """Inductor's configuration for a torch.compile mode, with the user's options on top."""
-    from torch._inductor import list_mode_options
-
     patches: dict[str, Any] = {}
     if mode is not None and mode != "default":
         patches.update(list_mode_options(mode))

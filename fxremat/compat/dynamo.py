@@ -9,15 +9,24 @@ import os
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from operator import attrgetter
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
+from unittest import mock
 
 import torch
+import torch._dynamo.config as _config
 from torch import fx, nn
+from torch._dynamo import OptimizedModule, eval_frame, pgo
+from torch._dynamo.eval_frame import innermost_backend
+from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
+from torch._dynamo.external_utils import wrap_inline
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.utils import counters, get_compilation_metrics, get_optimize_ddp_mode
+from torch._guards import CompileContext
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
@@ -72,8 +81,6 @@ _CALLS = ("_call_impl", "_wrapped_call_impl")
 
 def compiled_parts(model: nn.Module) -> list[nn.Module]:
     """The modules inside of ``model`` that are compiled by themselves, each as it was before."""
-    from torch._dynamo import OptimizedModule
-
     found = []
     for module in model.modules():
         if isinstance(module, OptimizedModule):
@@ -96,8 +103,6 @@ def frames_given_up() -> list[GivenUp]:
 
     Not those whose compiler raised an error: the user has seen that.
     """
-    from torch._dynamo.utils import get_compilation_metrics
-
     found: dict[GivenUp, None] = {}
     for each in get_compilation_metrics():
         if each.fail_type in (None, "BackendCompilerFailed"):
@@ -128,9 +133,6 @@ def modules_compiled_by(backend: Callable[..., Any]) -> list[tuple[nn.Module, Ma
 
     What a compilation that failed has left over is not among them.
     """
-    from torch._dynamo import OptimizedModule
-    from torch._dynamo.eval_frame import innermost_backend
-
     gc.collect()
     found: list[tuple[nn.Module, Mapping[str, Any]]] = []
     kinds = set(kinds_of(nn.Module))
@@ -154,8 +156,6 @@ def _context_of(compiled: Any) -> Any:
 
 def compile_parts(model: nn.Module, parts: Iterable[nn.Module], **how: Any) -> None:
     """Compile these modules inside of ``model`` anew, where they stand and as they are wrapped."""
-    from torch._dynamo import OptimizedModule
-
     wrapped = [one for one in model.modules() if isinstance(one, OptimizedModule)]
     for part in parts:
         around = [one for one in wrapped if one._orig_mod is part]
@@ -187,8 +187,6 @@ def compile_in_training(model: nn.Module, how: Callable[[Any], dict[str, Any]]) 
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """The module that ``torch.compile`` has wrapped; itself if it is none of these."""
-    from torch._dynamo import OptimizedModule
-
     return model._orig_mod if isinstance(model, OptimizedModule) else model
 
 
@@ -200,38 +198,27 @@ def compiled_in_place(
 
     But for modules of torch itself: Dynamo looks into those only where they are wrapped.
     """
-    compiled = [(part, part._compiled_call_impl) for part in parts]
-    around = [
-        (module._modules, name, child)
-        for module in model.modules()
-        for name, child in module._modules.items()
-        if child is not None and unwrapped(child) is not child
+    tables: list[Any] = [module._modules for module in model.modules()]
+    wrapped = [x for table in tables for x in table.values() if isinstance(x, OptimizedModule)]
+    kept = [
+        one for one in wrapped if type(one._orig_mod).forward.__module__.startswith("torch.nn.")
     ]
-    kept: list[Any] = [child for _, _, child in around if _is_torchs_own(unwrapped(child))]
-    before = [(one, one.dynamo_ctx, one.forward) for one in kept]
-    inside = {id(unwrapped(one)) for one in kept}
-    try:
-        for table, name, child in around:
-            if id(unwrapped(child)) not in inside:
-                table[name] = unwrapped(child)
+    inside = {one._orig_mod for one in kept}
+    with ExitStack() as stack:
+        for table in tables:
+            bare = {name: unwrapped(x) for name, x in table.items() if x in wrapped}
+            if others := {name: x for name, x in bare.items() if x not in inside}:
+                stack.enter_context(mock.patch.dict(table, others))
         for one in kept:
+            how: dict[str, Any] = {"dynamo_ctx": one.dynamo_ctx, "forward": one.forward}
+            stack.enter_context(mock.patch.multiple(one, **how))
             _compile_wrapped(one, backend=backend)
-        for part, _ in compiled:
-            if id(part) not in inside:
+        for part in parts:
+            call = part._compiled_call_impl
+            stack.enter_context(mock.patch.object(part, "_compiled_call_impl", call))
+            if part not in inside:
                 part.compile(backend=backend)
         yield
-    finally:
-        for table, name, child in around:
-            table[name] = child
-        for one, context, forward in before:
-            one.dynamo_ctx, one.forward = context, forward
-        for part, call in compiled:
-            part._compiled_call_impl = call
-
-
-def _is_torchs_own(module: nn.Module) -> bool:
-    """Whether Dynamo takes the module's forward for a part of torch."""
-    return type(module).forward.__module__.startswith("torch.nn.")
 
 
 def _compile_wrapped(wrapped: Any, **how: Any) -> None:
@@ -256,8 +243,6 @@ def is_whole_call(caller: FrameType) -> bool:
     module calls its ``forward``: no hook that is not traced, and no function that would go on with
     the results.
     """
-    from torch._dynamo import eval_frame
-
     own: Any = nn.Module
     ways = own._call_impl.__code__, own._wrapped_call_impl.__code__
     frame: FrameType | None = sys._getframe(2)
@@ -273,21 +258,23 @@ def is_whole_call(caller: FrameType) -> bool:
 def checkpointed_regions(gm: fx.GraphModule) -> int:
     """How many calls of a Dynamo graph, and of its subgraphs, run again in the backward."""
     region: Any = torch.ops.higher_order.tag_activation_checkpoint
+    return sum(node.target is region for node in _all_nodes(gm))
+
+
+def _all_nodes(gm: fx.GraphModule) -> Iterator[fx.Node]:
+    """Those of a graph, and of its subgraphs."""
     graphs = [one.graph for one in gm.modules() if isinstance(one, fx.GraphModule)]
-    return sum(node.target is region for graph in graphs for node in graph.nodes)
+    return (node for graph in graphs for node in graph.nodes)
 
 
 def is_for_dynamo(error: Exception) -> bool:
     """Whether Dynamo waits for this error, as to trace anew, and it is no fault of a compiler's."""
-    from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
-
     return isinstance(error, TorchDynamoException) and not isinstance(error, BackendCompilerFailed)
 
 
 def takes_gradients(gm: fx.GraphModule) -> bool:
     """Whether a Dynamo graph takes gradients itself, by `torch.func.grad` or `torch.func.vjp`."""
-    graphs = [one.graph for one in gm.modules() if isinstance(one, fx.GraphModule)]
-    names = (getattr(node.target, "__name__", "") for graph in graphs for node in graph.nodes)
+    names = (getattr(node.target, "__name__", "") for node in _all_nodes(gm))
     return "_grad_increment_nesting" in names
 
 
@@ -324,7 +311,9 @@ def _inline(gm: fx.GraphModule, call: fx.Node, body: fx.GraphModule, given: Any)
             elif node.op == "output":
                 results = fx.map_arg(node.args[0], copies.__getitem__)
             elif node.op == "get_attr":
-                name = _unused_name(gm, str(node.target))
+                base = str(node.target).replace(".", "_")
+                names = (base if k == 0 else f"{base}_{k}" for k in itertools.count())
+                name = next(name for name in names if not hasattr(gm, name))
                 setattr(gm, name, attrgetter(str(node.target))(body))
                 copies[node] = gm.graph.get_attr(name)
                 copies[node].meta = dict(node.meta)
@@ -337,12 +326,6 @@ def _inline(gm: fx.GraphModule, call: fx.Node, body: fx.GraphModule, given: Any)
     gm.graph.erase_node(call)
 
 
-def _unused_name(gm: fx.GraphModule, target: str) -> str:
-    base = target.replace(".", "_")
-    names = (base if k == 0 else f"{base}_{k}" for k in itertools.count())
-    return next(name for name in names if not hasattr(gm, name))
-
-
 def current_compilation() -> tuple[int, int | None]:
     """Numbers of the frame that Dynamo is compiling, and of this compilation of it; -1 and None
     outside.
@@ -350,8 +333,6 @@ def current_compilation() -> tuple[int, int | None]:
     Compilations of one frame replace each other. One compilation has several graphs where DDP
     splits its own (`splits_for_ddp`). Numbers grow in the order in which frames are first seen.
     """
-    from torch._guards import CompileContext
-
     identifier = CompileContext.current_compile_id()
     frame = getattr(identifier, "frame_id", None)
     if frame is None:
@@ -372,9 +353,6 @@ def _wrapped_callable() -> Any:
     It does so for functions of torch, and from torch 2.14 on for modules of torch that are compiled
     in place. All of them have one frame, and do not replace each other.
     """
-    from torch._dynamo.external_utils import wrap_inline
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
     translator: Any = InstructionTranslator.current_tx()
     if translator.f_code is not wrap_inline(len).__code__:
         return None
@@ -391,15 +369,11 @@ def _kind_of(wrapped: Any) -> Any:
 
 def compilations() -> int:
     """How many graphs Dynamo has given to a compiler."""
-    from torch._dynamo.utils import counters
-
     return int(counters["stats"]["unique_graphs"])
 
 
 def splits_for_ddp() -> bool:
     """Whether Dynamo splits the graphs that it compiles now, so that gradients are sent early."""
-    from torch._dynamo.utils import get_optimize_ddp_mode
-
     if not torch.distributed.is_available() or get_optimize_ddp_mode() != "ddp_optimizer":
         return False
     parallel: Any = torch.nn.parallel.DistributedDataParallel
@@ -412,30 +386,18 @@ def fresh_dynamo_caches() -> Iterator[None]:
 
     Nor are sizes that are seen inside: else Dynamo would take those outside for ones that vary.
     """
-    import torch._dynamo.config as dynamo_config
-    from torch._dynamo import pgo
-
-    seen: Any = pgo
-    before = seen._CODE_STATE
-    seen._CODE_STATE = defaultdict(seen.CodeState)
-    try:
-        with dynamo_config.patch(recompile_limit=64):
-            yield
-    finally:
-        seen._CODE_STATE = before
+    nothing_seen: Any = defaultdict(pgo.CodeState)
+    with mock.patch.object(pgo, "_CODE_STATE", nothing_seen), _config.patch(recompile_limit=64):
+        yield
 
 
 def leave_out_logs(functions: Iterable[Callable[..., Any]]) -> None:
     """Have Dynamo leave out calls of these functions, which log something, from now on."""
-    import torch._dynamo.config as dynamo_config
-
-    dynamo_config.ignore_logging_functions.update(functions)
+    _config.ignore_logging_functions.update(functions)
 
 
 def mark_dynamic(
     tensor: torch.Tensor, dimension: int, low: int | None = None, high: int | None = None
 ) -> None:
     """Have Dynamo trace a dimension as a symbol; it fails where the model fixes the size."""
-    import torch._dynamo
-
     torch._dynamo.mark_dynamic(tensor, dimension, min=low, max=high)

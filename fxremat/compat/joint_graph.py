@@ -6,15 +6,18 @@ import inspect
 import operator
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
+from unittest import mock
 
 import torch
 import torch._functorch.partitioners as _partitioners
 from torch import fx, nn
+from torch._functorch._aot_autograd import graph_compile
 from torch._functorch.compile_utils import fx_graph_cse
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.proxy_tensor import is_sym_node
+from torch.utils._ordered_set import OrderedSet
 
 from fxremat.compat.configuration import functorch_config
 from fxremat.compat.tensors import storage_key
@@ -176,12 +179,6 @@ def torch_partition(
     return halves
 
 
-def saved_names(backward: fx.GraphModule) -> tuple[str, ...]:
-    """What a backward reads of its forward, by the names in the joint graph, in order."""
-    placeholders = [node for node in backward.graph.nodes if node.op == "placeholder"]
-    return tuple(name_in_forward(node) for node in placeholders if not is_tangent(node))
-
-
 def extract_forward_backward(
     module: fx.GraphModule,
     saved: list[fx.Node],
@@ -190,8 +187,6 @@ def extract_forward_backward(
     static_inputs: Sequence[fx.Node],
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Split a joint graph at exactly the nodes ``saved``, which must cover the backward's needs."""
-    from torch.utils._ordered_set import OrderedSet
-
     tensors = [n for n in saved if not is_symbol(n) and not is_opaque(n)]
     symbols = [n for n in saved if is_symbol(n)]
     opaque = [n for n in saved if not is_symbol(n) and is_opaque(n)]
@@ -207,21 +202,15 @@ def extract_forward_backward(
     forward = _partitioners.thread_graphsafe_rng_from_hops(forward, is_backward=False)
     backward = _partitioners.thread_graphsafe_rng_from_hops(backward, is_backward=True)
     used = {node.name for node in module.graph.nodes if node.users}
-    for half in (forward, backward):
-        _drop_repeated(half, used)
-    return forward, backward
 
-
-def _drop_repeated(half: fx.GraphModule, used: Collection[str]) -> None:
-    """Drop random calls that torch repeats in the other half: nothing reads them there.
-
-    Attention counts as random on CUDA. A call that nothing ever read stays: it draws numbers.
-    """
-
+    # Random calls that torch repeats in the other half go: nothing reads them there. Attention
+    # counts as random on CUDA. A call that nothing ever read stays: it draws numbers.
     def stays(node: fx.Node) -> bool:
         return bool(node.is_impure(impure_random=node.name not in used))
 
-    half.graph.eliminate_dead_code(is_impure_node=stays)
+    for half in (forward, backward):
+        half.graph.eliminate_dead_code(is_impure_node=stays)
+    return forward, backward
 
 
 def donatable(
@@ -231,8 +220,6 @@ def donatable(
 
     They are those that torch would donate, less those that share memory with another saved one.
     """
-    from torch._functorch._aot_autograd import graph_compile
-
     changes: Any = cast("Any", graph_compile).contain_metadata_mutation_ops
     if not functorch_config.donated_buffer or changes(forward) or changes(backward):
         return ()
@@ -273,22 +260,14 @@ def donated_inputs(backward: fx.GraphModule) -> list[int]:
     return [index for index, node in enumerate(placeholders) if node.name.endswith(_DONATED)]
 
 
-@contextmanager
-def only_marked_buffers_donated() -> Iterator[None]:
+def only_marked_buffers_donated() -> AbstractContextManager[object]:
     """What is compiled inside donates the marked inputs of its backward, and nothing else.
 
     The option of torch is no help: it is asked again when the backward runs, and a graph of which
     nothing was noted then passes for one that donates.
     """
-    from torch._functorch._aot_autograd import graph_compile as compiling
-
-    graph_compile: Any = compiling
-    found = graph_compile.collect_bw_donated_buffer_idxs
-    graph_compile.collect_bw_donated_buffer_idxs = lambda _, backward, __: donated_inputs(backward)
-    try:
-        yield
-    finally:
-        graph_compile.collect_bw_donated_buffer_idxs = found
+    found = "collect_bw_donated_buffer_idxs"
+    return mock.patch.object(graph_compile, found, lambda _, backward, __: donated_inputs(backward))
 
 
 def _value(node: Any) -> Any:

@@ -12,8 +12,6 @@ from collections.abc import Callable
 
 from torch._logging import _internal as torch_logs
 
-__all__ = ["GRAPH_LOG", "PLAN_LOG", "artifact_logger", "trace_artifact"]
-
 PLAN_LOG, GRAPH_LOG = "fxremat_plan", "fxremat_graph"
 """Artifacts: what is shown where it is asked for by this name."""
 

@@ -14,6 +14,7 @@ from typing import Any
 from weakref import ref
 
 import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 from torch.optim import Optimizer
 from torch.optim import optimizer as base
 
@@ -51,10 +52,7 @@ def _note(optimizer: Optimizer) -> None:
 
 
 def live_optimizers() -> list[Optimizer]:
-    """All that live, the newest first, without those that only pass on to others.
-
-    A wrapper is left out: what it wraps is an optimizer of its own.
-    """
+    """All that live, the newest first, without wrappers, which pass on to those that they have."""
     note_optimizers()
     alive = [one() for one in reversed(_MADE)]
     return [one for one in alive if one is not None and not wrapped_by(one)]
@@ -62,15 +60,11 @@ def live_optimizers() -> list[Optimizer]:
 
 def wrapped_by(optimizer: Optimizer) -> list[Optimizer]:
     """The optimizers that this one has as attributes, or in lists or mappings that it has."""
-    found = []
+    found: list[Any] = []
     for value in vars(optimizer).values():
-        if isinstance(value, (list, tuple)):
-            found += [one for one in value if isinstance(one, Optimizer)]
-        elif isinstance(value, dict):
-            found += [one for one in value.values() if isinstance(one, Optimizer)]
-        elif isinstance(value, Optimizer):
-            found.append(value)
-    return found
+        held = value.values() if isinstance(value, dict) else value
+        found += held if isinstance(value, (list, tuple, dict)) else [value]
+    return [one for one in found if isinstance(one, Optimizer)]
 
 
 @contextmanager
@@ -86,8 +80,6 @@ def steps_as_with(
     of each op, as by `Watching`.
     """
     compiler: Any = torch.compiler
-    from torch._subclasses.fake_tensor import FakeTensor
-
     known: list[Any] = base._foreach_supported_types
     plain = all(kind in known for kind in kinds)
     known += [FakeTensor] if plain else []
@@ -111,8 +103,6 @@ class _AnyNumber(Watching):  # type: ignore[no-untyped-call]
     """Gives a number where an op asks for the value of a tensor that has none."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        from torch._subclasses.fake_tensor import DataDependentOutputException
-
         try:
             return super().__torch_dispatch__(func, types, args, kwargs)
         except DataDependentOutputException:

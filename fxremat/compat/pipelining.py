@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from fxremat.compat.dynamo import unwrapped
 from fxremat.compat.measuring import random_state_kept
-from fxremat.compat.tensors import on_device_without_memory, storage_key
+from fxremat.compat.tensors import apart_from_tracing, on_device_without_memory, storage_key
 
 
 @dataclass(frozen=True)
@@ -148,16 +149,8 @@ def shown_stages(pipeline: RunningPipeline) -> list[ShownStage]:
     a stage is given, it is what the one before gives. Raises whatever a module raises that cannot
     run so.
     """
-    from torch._guards import tracing
-    from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
-
-    found = []
-    with ExitStack() as inside:
-        inside.enter_context(unset_fake_temporarily())
-        inside.enter_context(tracing(None))
-        inside.enter_context(torch.compiler.set_stance("force_eager"))
-        inside.enter_context(random_state_kept())
-        inside.enter_context(torch.enable_grad())
+    found, force_eager = [], torch.compiler.set_stance("force_eager")
+    with apart_from_tracing(), force_eager, random_state_kept(), torch.enable_grad():
         for stage, given, output in _shown(pipeline, FakeTensorMode(allow_non_fake_inputs=True)):
             loss = (0, 0)
             if stage.is_last and pipeline.target is not None:
@@ -212,8 +205,5 @@ def _bytes(values: Any) -> int:
 
 def is_stage(pipeline: RunningPipeline, module: nn.Module) -> bool:
     """Whether a module is the whole of the current stage, however that is wrapped."""
-    from torch._dynamo import OptimizedModule
-
     submod = pipeline.stages[pipeline.current].submod
-    own = submod._orig_mod if isinstance(submod, OptimizedModule) else submod
-    return module is own or module is submod
+    return module in (submod, unwrapped(submod))

@@ -6,16 +6,19 @@ from __future__ import annotations
 import operator
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from datetime import timedelta
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import fx
+from torch._dynamo.utils import to_fake_tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from fxremat.compat.joint_graph import copy_module
+from fxremat.compat.tensors import is_dtensor
 
 _COLLECTIVES = ("_c10d_functional", "c10d_functional", "_c10d_functional_autograd")
 _GATHERS = frozenset({"all_gather_into_tensor", "all_gather_into_tensor_coalesced"})
@@ -39,22 +42,15 @@ def job_store() -> Any:
 
 
 def has_within(store: Any, key: str, seconds: float) -> bool:
-    """Whether a key is there, or comes within so many seconds.
-
-    Raises `ConnectionError` where the store cannot be reached.
-    """
+    """Whether a key comes within so many seconds; `ConnectionError` if the store is lost."""
     try:
         store.wait([key], timedelta(seconds=seconds))
     except Exception as error:
-        if _is_timeout(error):
+        text = str(error).lower()
+        if isinstance(error, TimeoutError) or "timeout" in text or "timed out" in text:
             return False
         raise ConnectionError(str(error)) from error
     return True
-
-
-def _is_timeout(error: Exception) -> bool:
-    text = str(error).lower()
-    return isinstance(error, TimeoutError) or "timeout" in text or "timed out" in text
 
 
 def ranks_together(gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[int, ...]:
@@ -64,14 +60,9 @@ def ranks_together(gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[int, ...]
     """
     if not is_a_rank():
         return ()
-    from torch.distributed.tensor import DTensor
-
-    found: set[int] = set()
-    for one in inputs:
-        if isinstance(one, DTensor):
-            found |= set(one.device_mesh.mesh.flatten().tolist())
-    for name in {name for node in gm.graph.nodes for name in _groups(node)}:
-        found |= set(_ranks_of(name))
+    meshes = [one.device_mesh.mesh for one in inputs if is_dtensor(one)]
+    found: set[int] = {rank for mesh in meshes for rank in mesh.flatten().tolist()}
+    found.update(*map(_ranks_of, {name for node in gm.graph.nodes for name in _groups(node)}))
     return tuple(sorted(found)) if len(found) > 1 else ()
 
 
@@ -165,12 +156,7 @@ class Shards:
     kept: int = 0
 
     def __add__(self, other: Shards) -> Shards:
-        return Shards(
-            self.part + other.part,
-            self.gathered + other.gathered,
-            self.sent + other.sent,
-            self.kept + other.kept,
-        )
+        return Shards(*map(operator.add, astuple(self), astuple(other)))
 
 
 def parts_given_back(model: torch.nn.Module) -> tuple[dict[str, int], int]:
@@ -194,14 +180,10 @@ def parts_given_back(model: torch.nn.Module) -> tuple[dict[str, int], int]:
 
 def shared_over_ranks(model: torch.nn.Module) -> list[str]:
     """Names of parameters that are DTensors when their module runs, as in tensor parallel."""
-    if not torch.distributed.is_available():
-        return []
-    from torch.distributed.tensor import DTensor
-
     shards = (one for _, group in _groups_of_fsdp(model) for one in group.fsdp_params)
     gathered = {id(one.sharded_param) for one in shards if not one.is_dtensor}
     named = model.named_parameters()
-    return [name for name, x in named if isinstance(x, DTensor) and id(x) not in gathered]
+    return [name for name, x in named if is_dtensor(x) and id(x) not in gathered]
 
 
 def _groups_of_fsdp(model: torch.nn.Module) -> list[tuple[bool, Any]]:
@@ -293,9 +275,6 @@ def _compiler_of_parts() -> Any:
 
 
 def _fake(value: Any, mode: Any) -> Any:
-    from torch._dynamo.utils import to_fake_tensor
-    from torch._subclasses.fake_tensor import FakeTensor
-
     is_real = isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor)
     return to_fake_tensor(value, mode) if is_real else value
 

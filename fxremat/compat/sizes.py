@@ -10,20 +10,11 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+import sympy
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
-
-__all__ = [
-    "ShapeEnv",
-    "plan_for_sizes_seen",
-    "size_bound",
-    "size_ranges",
-    "sizes_at",
-    "symbols_seen",
-    "with_settled_sizes",
-]
+from torch.fx.experimental.symbolic_shapes import ShapeEnv as ShapeEnv
 
 
 def size_bound(size: Any) -> int:
@@ -94,12 +85,17 @@ def _settled(size: Any) -> Any:
 
 def symbols_seen(graph: fx.Graph) -> dict[Any, int]:
     """The symbols among the graph's inputs, and the sizes that they were traced with."""
-    values = [n.meta.get("val") for n in graph.nodes if n.op == "placeholder"]
-    nodes = [value.node for value in values if isinstance(value, torch.SymInt)]
-    seen = {
-        symbol: _seen(node.shape_env, symbol) for node in nodes for symbol in node.expr.free_symbols
-    }
-    return {symbol: size for symbol, size in seen.items() if size is not None}
+    return {symbol: seen for _, symbol, seen in _symbols(graph)}
+
+
+def _symbols(graph: fx.Graph) -> Iterator[tuple[ShapeEnv, Any, int]]:
+    """The symbols among the graph's inputs, each with what knows it and the size that was seen."""
+    for placeholder in graph.find_nodes(op="placeholder"):
+        value = placeholder.meta.get("val")
+        for symbol in value.node.expr.free_symbols if isinstance(value, torch.SymInt) else ():
+            seen = _seen(value.node.shape_env, symbol)
+            if seen is not None:
+                yield value.node.shape_env, symbol, seen
 
 
 def size_ranges(graph: fx.Graph) -> dict[Any, tuple[str, int, int]]:
@@ -108,15 +104,9 @@ def size_ranges(graph: fx.Graph) -> dict[Any, tuple[str, int, int]]:
     The name is that of the source, as ``x.size()[0]``; the largest is what is planned for.
     """
     ranges: dict[Any, tuple[str, int, int]] = {}
-    for node in graph.nodes:
-        value = node.meta.get("val")
-        if node.op == "placeholder" and isinstance(value, torch.SymInt):
-            env = value.node.shape_env
-            for symbol in value.node.expr.free_symbols:
-                if (seen := _seen(env, symbol)) is not None:
-                    low = int(env.var_to_range[symbol].lower)
-                    high = _declared_bound(env, symbol)
-                    ranges[symbol] = (_source(env, symbol), low, seen if high is None else high)
+    for env, symbol, seen in _symbols(graph):
+        low, high = int(env.var_to_range[symbol].lower), _declared_bound(env, symbol)
+        ranges[symbol] = (_source(env, symbol), low, seen if high is None else high)
     return ranges
 
 
@@ -151,21 +141,11 @@ def _seen(env: ShapeEnv, symbol: Any) -> int | None:
 
 def plan_for_sizes_seen(graph: fx.Graph) -> None:
     """Guard dynamic sizes without a declared bound by what was seen: larger ones compile anew."""
-    import sympy
-
-    for node in graph.nodes:
-        value = node.meta.get("val")
-        if node.op != "placeholder" or not isinstance(value, torch.SymInt):
-            continue
-        env, symbol = value.node.shape_env, value.node.expr
-        if isinstance(symbol, sympy.Symbol) and _declared_bound(env, symbol) is None:
-            seen = _seen(env, symbol)
-            if seen is not None:
-                env.evaluate_expr(sympy.Le(symbol, seen))
+    for env, symbol, seen in _symbols(graph):
+        if _declared_bound(env, symbol) is None:
+            env.evaluate_expr(sympy.Le(symbol, seen))
 
 
 def _declared_bound(env: ShapeEnv, symbol: Any) -> int | None:
-    import sympy
-
     upper = env.var_to_range[symbol].upper if symbol in env.var_to_range else None
     return int(upper) if isinstance(upper, sympy.Integer) and upper < 2**48 else None

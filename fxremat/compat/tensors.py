@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch._guards import detect_fake_mode, tracing
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 
 def storage_watch(tensor: torch.Tensor) -> tuple[int, Callable[[], bool]]:
-    """A number for the storage of ``tensor``, unique as long as the second is kept.
-
-    The second says whether the storage is gone.
-    """
-    from torch.multiprocessing.reductions import StorageWeakRef
-
+    """A number for the storage of ``tensor``, and what says if that is gone; unique while kept."""
     reference: Any = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
     return int(reference.cdata), reference.expired
 
@@ -54,8 +56,6 @@ class Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
 @contextmanager
 def without_memory() -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
     """Inside, tensors have sizes and devices but no memory; yields what makes one of a real one."""
-    from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
-
     with unset_fake_temporarily():
         mode: Any = FakeTensorMode(allow_non_fake_inputs=True)
         with mode, torch.no_grad():
@@ -68,7 +68,6 @@ def fake_tensors(seen: Callable[[Any], None] | None = None) -> Iterator[None]:
 
     ``seen`` is told what each op gives. Unlike in another mode, compiled parts stay compiled.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode
 
     class Seeing(FakeTensorMode):  # type: ignore[no-untyped-call]
         def dispatch(self, *args: Any, **kwargs: Any) -> Any:
@@ -82,8 +81,7 @@ def fake_tensors(seen: Callable[[Any], None] | None = None) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def swappable(mode: Any) -> Iterator[None]:
+def swappable(mode: Any) -> AbstractContextManager[object]:
     """Inside, ``model.to(dtype)`` can swap parameters without memory of this mode for new ones.
 
     The mode holds weak references, which swap_tensors refuses; it can do without them.
@@ -94,15 +92,11 @@ def swappable(mode: Any) -> Iterator[None]:
         mode.fake_tensor_converter.meta_converter.tensor_memo.clear()
         swap(one, other)
 
-    with mock.patch.object(torch.utils, "swap_tensors", swap_fake):
-        yield
+    return mock.patch.object(torch.utils, "swap_tensors", swap_fake)
 
 
 def fake_mode_of(graph: fx.Graph) -> AbstractContextManager[Any]:
     """The mode that the fake tensors of the graph's inputs belong to, to make more of them."""
-    from torch._guards import detect_fake_mode
-    from torch._subclasses.fake_tensor import FakeTensor
-
     values = (n.meta.get("val") for n in graph.find_nodes(op="placeholder", sort=False))
     one = next((value for value in values if isinstance(value, FakeTensor)), None)
     mode = detect_fake_mode([one])  # asked for each node that is added: they all share it
@@ -112,13 +106,14 @@ def fake_mode_of(graph: fx.Graph) -> AbstractContextManager[Any]:
 READ: tuple[type[Exception], ...] = (DataDependentOutputException,)
 """Raised where values are read that tensors without memory do not have."""
 
+outside_fake_mode = unset_fake_temporarily
+"""Tensors made inside are real, also in the middle of a compilation."""
+
 
 @contextmanager
-def outside_fake_mode() -> Iterator[None]:
-    """Tensors made inside are real, also in the middle of a compilation."""
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
-
-    with unset_fake_temporarily():
+def apart_from_tracing() -> Iterator[None]:
+    """Inside, tensors are real, and nothing that is being compiled around it has a say."""
+    with unset_fake_temporarily(), tracing(None):
         yield
 
 
@@ -152,29 +147,18 @@ def on_device_without_memory(
                 known[id(tensor)] = like.requires_grad_(tensor.requires_grad)
         return known[id(tensor)]
 
-    before: list[tuple[dict[str, Any], str, Any]] = []
-    modules = list(model.modules()) if isinstance(model, torch.nn.Module) else []
-    try:
-        for module in modules:
-            for name in _HOOKS:
-                hooks = module.__dict__[name]
-                if any(map(_gathers, hooks.values())):
-                    before.append((module.__dict__, name, hooks))
-                    others = ((key, hook) for key, hook in hooks.items() if not _gathers(hook))
-                    module.__dict__[name] = type(hooks)(others)
+    with ExitStack() as stack:
+        for module in model.modules() if isinstance(model, torch.nn.Module) else ():
+            for name in ("_forward_pre_hooks", "_forward_hooks"):
+                hooks = vars(module)[name]
+                others = {key: hook for key, hook in hooks.items() if not _gathers(hook)}
+                if len(others) < len(hooks):
+                    stack.enter_context(mock.patch.object(module, name, type(hooks)(others)))
             tables: list[dict[str, Any]] = [module._parameters, module._buffers]
             for held in tables:
-                for name, tensor in held.items():
-                    if tensor is not None:
-                        before.append((held, name, tensor))
-                        held[name] = stand_in(tensor)
+                stand_ins = {name: stand_in(x) for name, x in held.items() if x is not None}
+                stack.enter_context(mock.patch.dict(held, stand_ins))
         yield pytree.tree_map_only(torch.Tensor, stand_in, given)
-    finally:
-        for held, name, tensor in before:
-            held[name] = tensor
-
-
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
 
 def _gathers(hook: Any) -> bool:
@@ -184,13 +168,11 @@ def _gathers(hook: Any) -> bool:
 
 def is_fake(tensor: torch.Tensor) -> bool:
     """Whether a tensor has sizes but no memory."""
-    from torch._subclasses.fake_tensor import FakeTensor
-
     return isinstance(tensor, FakeTensor)
 
 
-def is_dtensor(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a part of one that ranks share."""
+def is_dtensor(tensor: object) -> bool:
+    """Whether it is a tensor, and a part of one that ranks share."""
     if not torch.distributed.is_available():
         return False
     from torch.distributed.tensor import DTensor
@@ -276,8 +258,6 @@ def storage_number(storage: torch.UntypedStorage) -> int:
 @contextmanager
 def _plain() -> Iterator[None]:
     """Tensors made inside are plain ones, whatever the user has switched on."""
-    from torch.utils._python_dispatch import _disable_current_modes
-
     with (
         torch.inference_mode(False),
         torch.no_grad(),
@@ -296,10 +276,7 @@ def new_block(nbytes: int, device: torch.device) -> torch.Tensor:
 def tensor_over(
     block: torch.Tensor, begin: int, end: int, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """A tensor over bytes of ``block``, on a storage of exactly these, which keeps the block alive.
-
-    The storage cannot be resized.
-    """
+    """A tensor on a storage of exactly these bytes of ``block``, kept alive and never resized."""
     package: Any = torch
     with _plain():
         made: torch.Tensor = package.from_dlpack(block[begin:end]).view(dtype or torch.uint8)

@@ -18,9 +18,9 @@ import torch
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from fxremat.compat.absent.tracing import apart_from_tracing
 from fxremat.compat.optimizers import live_optimizers, steps_as_with, wrapped_by
 from fxremat.compat.tensors import (
+    apart_from_tracing,
     local_part,
     plain_tensors,
     storage_key,

@@ -40,7 +40,8 @@ from fxremat.compat.backward import (
     running_node,
     watch_backwards,
 )
-from fxremat.runtime.host_memory import extent, is_host, is_on, size_of_extent, storage_address
+from fxremat.core.layout import extent
+from fxremat.runtime.host_memory import is_host, is_on, size_of_extent, storage_address
 from fxremat.runtime.kernels import WAITS, register
 from fxremat.runtime.placed import can_be_freed, free
 
@@ -194,7 +195,7 @@ def _reason_against(
         return "it is no plain tensor"
     if sum_.requires_grad or not _alike(gradient, weight) or not _alike(gradient, sum_):
         return "the gradient, the parameter and its .grad differ in dtype, size or device"
-    shared = id(weight) not in known.apart or extent(sum_) < sum_.numel()
+    shared = id(weight) not in known.apart or extent(sum_.size(), sum_.stride()) < sum_.numel()
     if shared or any(storage_address(one) == storage_address(sum_) for one in read):
         return "its .grad shares memory with something else"
     is_whole = gradient.untyped_storage().nbytes() == size_of_extent(gradient) > 0

@@ -20,27 +20,20 @@ ends with ``settle(host)``: the host goes on when the device has done all that i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from fxremat.runtime import cpu_engine, cuda_engine, optimizer_steps
-from fxremat.runtime.copy_trace import CopyRecord, Direction, copy_trace
-from fxremat.runtime.host_memory import (
-    HOST_MEMORY,
-    check_copyable,
-    mapped_like,
-    run_of_memory,
-    size_of_extent,
-)
+from fxremat.runtime.copy_trace import CopyRecord, Direction, Engine, copy_trace
+from fxremat.runtime.host_memory import run_of_memory
 from fxremat.runtime.kernels import COPIES, WAITS, register
 
-Engine = cpu_engine.CpuEngine | cuda_engine.CudaEngine
-_ENGINES: dict[str, Engine] = {"cpu": cpu_engine.ENGINE, "cuda": cuda_engine.ENGINE}
+_ENGINES: dict[str, Engine[Any]] = {"cpu": cpu_engine.ENGINE, "cuda": cuda_engine.ENGINE}
 
 
-def _engine(device: torch.device) -> Engine:
+def _engine(device: torch.device) -> Engine[Any]:
     engine = _ENGINES.get(device.type)
     if engine is None:
         raise ValueError(
@@ -49,17 +42,11 @@ def _engine(device: torch.device) -> Engine:
     return engine
 
 
-def fake_on_host(x: torch.Tensor) -> torch.Tensor:
-    """A tensor on the host like ``x``, without its contents."""
-    return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="cpu")
+def _fake_copy(x: torch.Tensor, device: torch.device | str = "cpu") -> torch.Tensor:
+    return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=device)
 
 
-def fake_on_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor on ``device`` like ``host``, without its contents."""
-    return torch.empty_strided(host.size(), host.stride(), dtype=host.dtype, device=device)
-
-
-@register("(Tensor x) -> Tensor", COPIES, fake_on_host)
+@register("(Tensor x) -> Tensor", COPIES, _fake_copy)
 def to_host(x: torch.Tensor) -> torch.Tensor:
     """Start copying x; the tensor in host memory, without its contents yet.
 
@@ -77,7 +64,7 @@ def wait_host(host: torch.Tensor, x: torch.Tensor) -> None:
     _engine(x.device).wait("wait_host", host, x.device)
 
 
-@register("(Tensor host, Device device) -> Tensor", COPIES, fake_on_device)
+@register("(Tensor host, Device device) -> Tensor", COPIES, _fake_copy)
 def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Allocate on a device and start copying; without contents yet.
 
@@ -100,23 +87,13 @@ def wait_device(x: torch.Tensor, host: torch.Tensor) -> None:
 # --- weights in host memory -------------------------------------------------------------------
 
 
-_EMPTY_LIKE: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "cpu": mapped_like,
-    "cuda": cuda_engine._pinned_like,
-}
-
-
 def host_copy(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A copy of ``x``, wherever it is, in the host memory from which ``device`` fetches.
 
     Its bytes count as held host memory: `HostMemoryExceeded` if they would exceed the cap.
     ValueError for tensors that are not strided, and for devices that cannot fetch.
     """
-    check_copyable(x)
-    empty_like = _EMPTY_LIKE.get(device.type)
-    if empty_like is None:
-        raise ValueError(f"{device.type!r} cannot fetch; there are {', '.join(_EMPTY_LIKE)}")
-    host = HOST_MEMORY.allocate(size_of_extent(x), lambda: empty_like(x))
+    host = _engine(device).new_host_tensor(x)
     with torch.no_grad():
         run_of_memory(host).copy_(run_of_memory(x))
     return host
@@ -127,7 +104,7 @@ def _finish(device: torch.device) -> None:
     optimizer_steps.now_on(device)()
 
 
-@register("(Tensor host, Device device) -> Tensor", COPIES, fake_on_device)
+@register("(Tensor host, Device device) -> Tensor", COPIES, _fake_copy)
 def fetch(host: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A copy on the device, with the sizes, strides and dtype of ``host``.
 
@@ -139,7 +116,7 @@ def fetch(host: torch.Tensor, device: torch.device) -> torch.Tensor:
     return x
 
 
-@register("(Tensor x) -> Tensor", COPIES, fake_on_host)
+@register("(Tensor x) -> Tensor", COPIES, _fake_copy)
 def put(x: torch.Tensor) -> torch.Tensor:
     """A copy in host memory, with the sizes, strides and dtype of ``x``.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,6 +13,9 @@ from typing import Any, Generic, Literal, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
+
+from fxremat.runtime import host_memory
+from fxremat.runtime.host_memory import check_copyable, size_of_extent
 
 Direction = Literal["to_host", "to_device"]
 Wait = Literal["wait_host", "wait_device"]
@@ -78,14 +82,57 @@ class Pending(Generic[T]):
             )
         return transfer
 
-    def forget(self, target: torch.Tensor) -> None:
+    def forget(self, target: torch.Tensor, *, has_failed: bool = False) -> None:
         """Somebody has waited for the transfer that writes ``target``."""
-        if self._transfers.pop(target.untyped_storage(), None) is not None:
+        known = self._transfers.pop(target.untyped_storage(), None) is not None
+        if known and not has_failed:
             self._ended[target.untyped_storage()] = None
 
-    def drop(self, target: torch.Tensor) -> None:
-        """The transfer that writes ``target`` has failed."""
-        self._transfers.pop(target.untyped_storage(), None)
+
+class Engine(ABC, Generic[T]):
+    """Copies between a kind of device and host memory; ``T`` is one on its way."""
+
+    def __init__(self) -> None:
+        self._pending: Pending[T] = Pending()
+
+    def start_to_host(self, x: torch.Tensor) -> torch.Tensor:
+        """A new tensor in host memory like ``x``, into which a copy of ``x`` is on its way."""
+        host = self.new_host_tensor(x)
+        self._pending.add(host, self._start("to_host", x, host))
+        return host
+
+    def start_to_device(self, host: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """A new tensor on ``device`` like ``host``, into which a copy of it is on its way."""
+        check_copyable(host)
+        x = torch.empty_strided(host.size(), host.stride(), dtype=host.dtype, device=device)
+        self._pending.add(x, self._start("to_device", host, x))
+        return x
+
+    def wait(self, what: Wait, target: torch.Tensor, device: torch.device) -> None:
+        """The computation on ``device`` goes on once the copy into ``target`` has ended."""
+        transfer = self._pending.find(what, target)
+        if transfer is None:
+            return
+        try:
+            self._wait(what, transfer, device)
+        except BaseException:
+            self._pending.forget(target, has_failed=True)
+            raise
+        self._pending.forget(target)
+
+    def new_host_tensor(self, x: torch.Tensor) -> torch.Tensor:
+        """A tensor like ``x`` in the host memory that this copies from; its bytes count there."""
+        check_copyable(x)
+        return host_memory.HOST_MEMORY.allocate(size_of_extent(x), lambda: self._on_host(x))
+
+    @abstractmethod
+    def _on_host(self, x: torch.Tensor) -> torch.Tensor: ...
+
+    @abstractmethod
+    def _start(self, direction: Direction, source: torch.Tensor, target: torch.Tensor) -> T: ...
+
+    @abstractmethod
+    def _wait(self, what: Wait, transfer: T, device: torch.device) -> None: ...
 
 
 @dataclass(frozen=True)

@@ -24,13 +24,13 @@ import torch
 from fxremat.errors import InvalidOption
 from fxremat.runtime.copy_trace import (
     Direction,
-    Pending,
+    Engine,
     SerialThread,
     Wait,
     active_traces,
     host_time,
 )
-from fxremat.runtime.host_memory import HOST_MEMORY, check_copyable, mapped_like, size_of_extent
+from fxremat.runtime.host_memory import mapped_like, size_of_extent
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class _CpuTransfer:
             raise RuntimeError(f"a copy {self.direction} failed: {self.error!r}") from self.error
 
 
-class CpuEngine:
+class CpuEngine(Engine[_CpuTransfer]):
     """Copies between "device" and host memory; waiting blocks the thread that calls."""
 
     def __init__(self) -> None:
@@ -96,49 +96,25 @@ class CpuEngine:
 
     def after_fork(self) -> None:
         """Begin anew: threads stay behind in a fork, and copies that they had not ended."""
+        super().__init__()
         self._lines = {d: SerialThread(d) for d in ("to_host", "to_device")}
-        self._pending: Pending[_CpuTransfer] = Pending()
 
-    def start_to_host(self, x: torch.Tensor) -> torch.Tensor:
-        """A new tensor in host memory like ``x``, into which a copy of ``x`` is on its way."""
-        check_copyable(x)
-        host = HOST_MEMORY.allocate(size_of_extent(x), lambda: mapped_like(x))
-        return self._start("to_host", x, host)
-
-    def start_to_device(self, host: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """A new tensor on ``device`` like ``host``, into which a copy of it is on its way."""
-        check_copyable(host)
-        x = torch.empty_strided(host.size(), host.stride(), dtype=host.dtype, device=device)
-        return self._start("to_device", host, x, self._pending.get(host))
+    def _on_host(self, x: torch.Tensor) -> torch.Tensor:
+        return mapped_like(x)
 
     def _start(
-        self,
-        direction: Direction,
-        source: torch.Tensor,
-        target: torch.Tensor,
-        after: _CpuTransfer | None = None,
-    ) -> torch.Tensor:
+        self, direction: Direction, source: torch.Tensor, target: torch.Tensor
+    ) -> _CpuTransfer:
         ones = 1 if target.dtype == torch.bool else 0xFF  # a bool has only one that may be set
         ctypes.memset(target.data_ptr(), ones, size_of_extent(target))
-        transfer = _CpuTransfer(
-            direction, source, target, self.speeds.get(direction, CopySpeed()), after
-        )
-        self._pending.add(target, transfer)
+        speed, after = self.speeds.get(direction, CopySpeed()), self._pending.get(source)
+        transfer = _CpuTransfer(direction, source, target, speed, after)
         self._lines[direction].submit(transfer.run)
-        return target
+        return transfer
 
-    def wait(self, what: Wait, target: torch.Tensor, device: torch.device) -> None:
-        """The computation on ``device`` goes on once the copy into ``target`` has ended."""
-        transfer = self._pending.find(what, target)
-        if transfer is None:
-            return
-        try:
-            with host_time(what, transfer.nbytes, active_traces()):
-                transfer.wait()
-        except BaseException:
-            self._pending.drop(target)
-            raise
-        self._pending.forget(target)
+    def _wait(self, what: Wait, transfer: _CpuTransfer, device: torch.device) -> None:
+        with host_time(what, transfer.nbytes, active_traces()):
+            transfer.wait()
 
 
 def _copy_memory(tensors: Sequence[torch.Tensor]) -> None:

@@ -20,8 +20,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from fxremat.runtime.copy_trace import CopyRecord, Direction, Pending, Trace, Wait, active_traces
-from fxremat.runtime.host_memory import HOST_MEMORY, check_copyable, run_of_memory, size_of_extent
+from fxremat.runtime.copy_trace import CopyRecord, Direction, Engine, Trace, Wait, active_traces
+from fxremat.runtime.host_memory import run_of_memory, size_of_extent
 
 
 class _CudaTransfer:
@@ -59,67 +59,49 @@ class _CudaLine:
     ) -> _CudaTransfer:
         """Copy once the computing stream has come here and ``after`` is reached."""
         with self._lock:
-            self._clean_up()
+            while self._running and self._running[0].is_over():
+                self._running.popleft().release()
             self._stream.wait_event(torch.cuda.current_stream(self._device).record_event())
             if after is not None:
                 self._stream.wait_event(after)
-            transfer = _CudaTransfer(source, target, self._copy(source, target))
+            timed = _device_time(self._direction, size_of_extent(source), self._stream)
+            with torch.cuda.stream(self._stream), timed:
+                run_of_memory(target).copy_(run_of_memory(source), non_blocking=True)
+            transfer = _CudaTransfer(source, target, self._stream.record_event())
             self._running.append(transfer)
             return transfer
 
-    def _copy(self, source: torch.Tensor, target: torch.Tensor) -> torch.cuda.Event:
-        with (
-            torch.cuda.stream(self._stream),
-            _device_time(self._direction, size_of_extent(source), self._stream),
-        ):
-            run_of_memory(target).copy_(run_of_memory(source), non_blocking=True)
-        ended: torch.cuda.Event = self._stream.record_event()
-        return ended
 
-    def _clean_up(self) -> None:
-        """Let go of copies from the front that are over."""
-        while self._running and self._running[0].is_over():
-            self._running.popleft().release()
-
-
-class CudaEngine:
+class CudaEngine(Engine[_CudaTransfer]):
     """The same as `CpuEngine` on CUDA; waiting blocks the current stream, not the host."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._lines: dict[tuple[Direction, torch.device], _CudaLine] = {}
-        self._pending: Pending[_CudaTransfer] = Pending()
         self._filled: MutableMapping[torch.UntypedStorage, torch.cuda.Event] = WeakKeyDictionary()
         """When each host tensor is there: other streams than the one that waited need to know."""
 
-    def start_to_host(self, x: torch.Tensor) -> torch.Tensor:
-        check_copyable(x)
-        host = HOST_MEMORY.allocate(size_of_extent(x), lambda: _pinned_like(x))
-        transfer = self._line("to_host", x.device).start(x, host, None)
-        self._filled[host.untyped_storage()] = transfer.ended
-        self._pending.add(host, transfer)
-        return host
+    def _on_host(self, x: torch.Tensor) -> torch.Tensor:
+        return _pinned_like(x)
 
-    def start_to_device(self, host: torch.Tensor, device: torch.device) -> torch.Tensor:
-        check_copyable(host)
-        x = torch.empty_strided(host.size(), host.stride(), dtype=host.dtype, device=device)
-        filled = self._filled.get(host.untyped_storage())
-        self._pending.add(x, self._line("to_device", x.device).start(host, x, filled))
-        return x
-
-    def _line(self, direction: Direction, device: torch.device) -> _CudaLine:
+    def _start(
+        self, direction: Direction, source: torch.Tensor, target: torch.Tensor
+    ) -> _CudaTransfer:
+        to_host = direction == "to_host"
+        device = source.device if to_host else target.device
         line = self._lines.get((direction, device))
         if line is None:
             line = self._lines.setdefault((direction, device), _CudaLine(direction, device))
-        return line
+        filled = None if to_host else self._filled.get(source.untyped_storage())
+        transfer = line.start(source, target, filled)
+        if to_host:
+            self._filled[target.untyped_storage()] = transfer.ended
+        return transfer
 
-    def wait(self, what: Wait, target: torch.Tensor, device: torch.device) -> None:
-        transfer = self._pending.find(what, target)
-        if transfer is None:
-            return
+    def _wait(self, what: Wait, transfer: _CudaTransfer, device: torch.device) -> None:
         computing = torch.cuda.current_stream(device)
         with _device_time(what, transfer.nbytes, computing):
             computing.wait_event(transfer.ended)
-        self._pending.forget(target)
         transfer.release()
 
 

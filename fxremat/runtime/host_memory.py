@@ -19,7 +19,7 @@ from weakref import WeakSet
 
 import torch
 
-from fxremat.core import layout
+from fxremat.core.layout import extent
 from fxremat.errors import HostMemoryExceeded, InvalidOption
 
 
@@ -50,7 +50,12 @@ class HostMemory:
 
     def allocate(self, nbytes: int, make: Callable[[], torch.Tensor]) -> torch.Tensor:
         """``make()``, counted as ``nbytes``; `HostMemoryExceeded` instead if over the cap."""
-        self._reserve(nbytes)
+        with self._lock:
+            self._settle()
+            if self.cap_bytes is not None and self._held + nbytes > self.cap_bytes:
+                raise HostMemoryExceeded(nbytes, self._held, self.cap_bytes)
+            self._held += nbytes
+            self._peak = max(self._peak, self._held)
         try:
             tensor = make()
             weakref.finalize(tensor.untyped_storage(), self._freed.append, nbytes).atexit = False
@@ -59,14 +64,6 @@ class HostMemory:
             self._freed.append(nbytes)
             raise
         return tensor
-
-    def _reserve(self, nbytes: int) -> None:
-        with self._lock:
-            self._settle()
-            if self.cap_bytes is not None and self._held + nbytes > self.cap_bytes:
-                raise HostMemoryExceeded(nbytes, self._held, self.cap_bytes)
-            self._held += nbytes
-            self._peak = max(self._peak, self._held)
 
     def _settle(self) -> None:
         """Take off what died since; the caller has the lock."""
@@ -144,19 +141,14 @@ def check_copyable(x: torch.Tensor) -> None:
         )
 
 
-def extent(x: torch.Tensor) -> int:
-    """Elements from the first to the last in memory, 0 if there is none."""
-    return layout.extent(x.size(), x.stride())
-
-
 def size_of_extent(x: torch.Tensor) -> int:
     """Bytes from the first element to the last; those of the elements if ``x`` has no gaps."""
-    return extent(x) * x.element_size()
+    return extent(x.size(), x.stride()) * x.element_size()
 
 
 def run_of_memory(x: torch.Tensor) -> torch.Tensor:
     """The elements from the first to the last in memory, as a view with one dimension."""
-    return x.as_strided((extent(x),), (1,))
+    return x.as_strided((extent(x.size(), x.stride()),), (1,))
 
 
 def mapped_like(x: torch.Tensor, **how: int) -> torch.Tensor:

@@ -117,10 +117,7 @@ empty_strided_cuda = _placing(EMPTY["cuda"])
 
 
 def free(tensor: torch.Tensor) -> None:
-    """Give back the memory of a tensor that nobody reads again, whoever holds it.
-
-    It is called inside of code.
-    """
+    """Give back the memory of a tensor that nobody reads again, whoever holds it; from code."""
     if _NOW.half is None or not _NOW.half.free(tensor):
         tensor.untyped_storage().resize_(0)
 
@@ -155,31 +152,30 @@ def set_places_of_backward(node: Any, half: Half) -> None:
 def forward_at_places(call: Call) -> Call:
     """The function of a forward's code, at the places that it is offered."""
 
-    @wraps(call)
-    def forward(*args: Any) -> Any:
+    def offered() -> Half | None:
         half, _NOW.offered = _NOW.offered, None
-        return _run(half, call, args)
+        return half
 
-    return forward
+    return _at_places(call, offered)
 
 
 def backward_at_places(call: Call) -> Call:
     """The function of a backward's code, at the places that its node knows."""
+    return _at_places(call, lambda: getattr(running_node(), _NODE_ATTRIBUTE, None))
 
+
+def _at_places(call: Call, next_half: Callable[[], Half | None]) -> Call:
     @wraps(call)
-    def backward(*args: Any) -> Any:
-        return _run(getattr(running_node(), _NODE_ATTRIBUTE, None), call, args)
+    def at_places(*args: Any) -> Any:
+        half = next_half()
+        places = None if half is None else half.enter()
+        before = _NOW.places, _NOW.half
+        _NOW.places, _NOW.half = places, half
+        try:
+            return call(*args)
+        finally:
+            _NOW.places, _NOW.half = before
+            if half is not None and places is not None:
+                half.leave()
 
-    return backward
-
-
-def _run(half: Half | None, call: Call, args: tuple[Any, ...]) -> Any:
-    places = None if half is None else half.enter()
-    before = _NOW.places, _NOW.half
-    _NOW.places, _NOW.half = places, half
-    try:
-        return call(*args)
-    finally:
-        _NOW.places, _NOW.half = before
-        if half is not None and places is not None:
-            half.leave()
+    return at_places

@@ -81,11 +81,6 @@ def _bits(start: int, end: int, salt: torch.Tensor) -> torch.Tensor:
     return mixed(mixed(counter.add_(0x9E3779B9)).bitwise_xor_(salt))
 
 
-def _uniform(start: int, end: int, salt: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Noise in [0, 1) for the elements of a range, in steps of 2**-24."""
-    return _bits(start, end, salt).bitwise_right_shift_(8).to(dtype).mul_(2.0**-24)
-
-
 # --- blocks ------------------------------------------------------------------------------
 
 
@@ -123,7 +118,8 @@ def quantised(x: torch.Tensor, bits: int, seed: int) -> tuple[torch.Tensor, torc
         step = (largest - least).div_(2**bits - 1)
         scales[0, start:end], scales[1, start:end] = step, least
         divisor = torch.where(step > 0, step, 1.0)
-        noise = _uniform(start * BLOCK, end * BLOCK, salt, rows.dtype).view(-1, BLOCK)
+        noise = _bits(start * BLOCK, end * BLOCK, salt).bitwise_right_shift_(8).view(-1, BLOCK)
+        noise = noise.to(rows.dtype).mul_(2.0**-24)  # in [0, 1)
         rows.sub_(least[:, None]).div_(divisor[:, None]).add_(noise).floor_()
         found = rows.nan_to_num_(0).clamp_(0, 2**bits - 1).to(torch.uint8)
         # of two codes of four bits in a byte, the first is in the lower half

@@ -112,25 +112,22 @@ def gradients_on_demand(
     Then ``sent()`` is called, and what ``compile_all()`` gives runs, which has gradients for all
     results. What is ``written``, by the places of arguments, is copied before each run.
     """
-    known = _Known(tuple(which), tuple(written), compile_all, sent)
-
-    def run(*args: Any) -> Any:
-        return known.run(call, args)
-
-    return like(call, run)
+    known = _Known(call, which, written, compile_all, sent)
+    return like(call, lambda *args: known.run(args))
 
 
 @dataclass
 class _Known:
     """What runs the graph with all gradients, and which arguments each run changes."""
 
-    which: tuple[int, ...]
-    written: tuple[int, ...]
+    call: Compiled
+    which: Sequence[int]
+    written: Sequence[int]
     compile_all: Callable[[], Compiled]
     sent: Callable[[], None]
     whole: Compiled | None = None
 
-    def run(self, call: Compiled, args: tuple[Any, ...]) -> Any:
+    def run(self, args: tuple[Any, ...]) -> Any:
         """The results, with nodes that wait for a gradient."""
         with torch.no_grad():
             copies = {k: args[k].clone() for k in self.written}
@@ -138,7 +135,7 @@ class _Known:
         if any(isinstance(x, torch.Tensor) and x.is_cuda for x in args):
             random["cuda"] = torch.cuda.get_rng_state()
         again = _Again(self, args, copies, random, _versions(args))
-        results = call(*args)
+        results = self.call(*args)
         given = list(results)
         apply: Any = _Late.apply
         late = apply(again, len(self.which), *(given[k] for k in self.which), *again.leaves)
@@ -177,7 +174,11 @@ class _Again:
         known, now = self.known, _versions(self.args)
         overwritten = {k for k, old in enumerate(self.versions) if now[k] != old}
         if not overwritten <= self.copies.keys():
-            raise RuntimeError(OVERWRITTEN)
+            raise RuntimeError(
+                "a gradient came for a result that is returned beside a loss, after something "
+                "that the graph was given had been overwritten. Call backward() for it before the "
+                "optimizer steps, or call it for a sum of the loss and what is made of this result."
+            )
         known.sent()
         args = [self.copies.get(k, x) for k, x in enumerate(self.args)]
         cuda = [torch.cuda.current_device()] if "cuda" in self.random else []
@@ -192,13 +193,6 @@ class _Again:
             asked = [(result, gradient) for result, gradient in pairs if gradient is not None]
             outputs, gradients = zip(*asked, strict=True)
             return torch.autograd.grad(outputs, self.leaves, gradients, allow_unused=True)
-
-
-OVERWRITTEN = (
-    "a gradient came for a result that is returned beside a loss, after something that the graph "
-    "was given had been overwritten. Call backward() for it before the optimizer steps, or call "
-    "it for a sum of the loss and what is made of this result."
-)
 
 
 class _Late(torch.autograd.Function):

@@ -18,7 +18,6 @@ from typing import Any, Literal
 import torch
 from torch.utils import _pytree as pytree
 
-from fxremat.compat.absent.tracing import apart_from_tracing
 from fxremat.compat.backward import (
     hooks_on_what_is_saved,
     running_backward,
@@ -27,6 +26,7 @@ from fxremat.compat.backward import (
 )
 from fxremat.compat.dynamo import compilations
 from fxremat.compat.ranks import is_a_rank
+from fxremat.compat.tensors import apart_from_tracing
 from fxremat.core.constants import MUCH_UNUSED
 from fxremat.core.step import Order, in_order, last_first
 from fxremat.errors import BudgetExceeded, PromiseBroken

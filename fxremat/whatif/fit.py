@@ -17,10 +17,14 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fxremat.compat.absent.tracing import apart_from_tracing
 from fxremat.compat.dynamo import checkpointed_regions, mark_dynamic
 from fxremat.compat.joint_graph import torch_partition
-from fxremat.compat.tensors import fake_mode_of, fake_tensors, on_host_without_memory
+from fxremat.compat.tensors import (
+    apart_from_tracing,
+    fake_mode_of,
+    fake_tensors,
+    on_host_without_memory,
+)
 from fxremat.compile import session
 from fxremat.compile.draft import Draft
 from fxremat.compile.driver import generating, patches_for, total_bytes, traced

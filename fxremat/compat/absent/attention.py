@@ -129,10 +129,6 @@ def chosen_kernel(call: Call, capability: Capability) -> Callable[[Call], Tensor
     return next((kernel for kernel in order if takes[kernel](call, capability)), _math)
 
 
-def _low_precision(capability: Capability) -> tuple[torch.dtype, ...]:
-    return _HALF if capability >= (8, 0) else (torch.float16,)
-
-
 def _flash_takes(call: Call, capability: Capability) -> bool:
     enabled = torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]
     query, key, value = call.widths
@@ -151,19 +147,15 @@ def _efficient_takes(call: Call, capability: Capability) -> bool:
     enabled = torch.backends.cuda.mem_efficient_sdp_enabled()  # type: ignore[no-untyped-call]
     if not (enabled and call.is_dense() and call.rows_lie_together()):
         return False
-    dtype = call.query.dtype
-    if dtype not in (*_low_precision(capability), torch.float32):
+    dtype, is_ampere = call.query.dtype, capability >= (8, 0)
+    if dtype not in (torch.float16, torch.float32, *(_HALF if is_ampere else ())):
         return False
+    # numbers that a row is a multiple of, for matmuls of that dtype
+    aligned = 4 if is_ampere else 1
+    if is_ampere or dtype in _HALF:  # by tensor cores
+        aligned = max(aligned, 16 // dtype.itemsize)
     query, key, value = call.widths
-    aligned = _alignment(dtype, capability)
     return query == key and query % aligned == value % aligned == 0
-
-
-def _alignment(dtype: torch.dtype, capability: Capability) -> int:
-    """Numbers that a row is a multiple of, for matmuls of that dtype."""
-    tensor_cores = capability >= (8, 0) or dtype in _HALF
-    least = 4 if capability >= (8, 0) else 1
-    return max(least, 16 // dtype.itemsize) if tensor_cores else least
 
 
 def _cudnn_takes(call: Call, capability: Capability) -> bool:
@@ -194,16 +186,10 @@ def _added(call: Call) -> Tensor | None:
 
 
 def _cudnn(call: Call) -> Tensor:
-    """cuDNN's fused attention, which keeps the logarithms of the rows' sums.
-
-    It repeats a mask over batch and heads by itself.
-    """
-    mask = _added(call)
-    kept = _ATEN._scaled_dot_product_cudnn_attention.default(
-        *call.operands, mask, call.trains, call.dropout, call.is_causal, False, scale=call.scale
-    )
-    output: Tensor = kept[0]
-    return output
+    """cuDNN's fused attention, which repeats a mask over batch and heads by itself."""
+    op = _ATEN._scaled_dot_product_cudnn_attention.default
+    how = call.trains, call.dropout, call.is_causal, False
+    return _result(op(*call.operands, _added(call), *how, scale=call.scale))
 
 
 def _flash(call: Call) -> Tensor:
@@ -211,57 +197,38 @@ def _flash(call: Call) -> Tensor:
     width = call.widths[0]
     scale = 1 / math.sqrt(width) if call.scale is None else call.scale
     padded = [_padded(x, 8) for x in call.operands]
-    kept = _ATEN._scaled_dot_product_flash_attention.default(
-        *padded, call.dropout, call.is_causal, False, scale=scale
-    )
-    output: Tensor = kept[0]
+    op = _ATEN._scaled_dot_product_flash_attention.default
+    output = _result(op(*padded, call.dropout, call.is_causal, False, scale=scale))
     return output if output.shape[-1] == width else output[..., :width]
 
 
 def _efficient(call: Call) -> Tensor:
     """Memory-efficient attention, with rows of the mask padded to 16 numbers."""
     query, key, value = call.operands
-    if call.grouped:
-        key, value = (_repeated(x, query) for x in (key, value))
-    mask = _expanded(_added(call), call)
-    if mask is not None and mask.shape[-1] % 16:
-        mask = _padded(mask, 16)[..., : mask.shape[-1]]
-    kept = _ATEN._scaled_dot_product_efficient_attention.default(
-        query, key, value, mask, call.trains, call.dropout, call.is_causal, scale=call.scale
-    )
-    output: Tensor = kept[0]
-    return output
+    if call.grouped:  # keys and values once for each head of the queries
+        times = query.shape[1] // key.shape[1]
+        key, value = (x.repeat_interleave(times, dim=1) for x in (key, value))
+    mask = _added(call)
+    if mask is not None:
+        mask = mask.expand(*query.shape[:3], key.shape[2])
+        mask = _padded(mask, 16)[..., : mask.shape[-1]] if mask.shape[-1] % 16 else mask
+    op = _ATEN._scaled_dot_product_efficient_attention.default
+    how = call.trains, call.dropout, call.is_causal
+    return _result(op(query, key, value, mask, *how, scale=call.scale))
 
 
 def _math(call: Call) -> Tensor:
     """Attention written as matrix products and a softmax."""
-    kept = _ATEN._scaled_dot_product_attention_math.default(
-        *call.operands,
-        _added(call),
-        call.dropout,
-        call.is_causal,
-        None,
-        scale=call.scale,
-        enable_gqa=call.grouped,
-    )
-    output: Tensor = kept[0]
-    return output
+    op = _ATEN._scaled_dot_product_attention_math.default
+    how = _added(call), call.dropout, call.is_causal, None
+    return _result(op(*call.operands, *how, scale=call.scale, enable_gqa=call.grouped))
+
+
+def _result(kept: tuple[Tensor, ...]) -> Tensor:
+    """Of what a kernel gives, what is not for its backward only."""
+    return kept[0]
 
 
 def _padded(tensor: Tensor, multiple: int) -> Tensor:
     short = -tensor.shape[-1] % multiple
     return torch.nn.functional.pad(tensor, (0, short)) if short else tensor
-
-
-def _expanded(mask: Tensor | None, call: Call) -> Tensor | None:
-    if mask is None:
-        return None
-    return mask.expand(*call.query.shape[:3], call.key.shape[2])
-
-
-def _repeated(tensor: Tensor, query: Tensor) -> Tensor:
-    """Keys or values once for each head of the queries."""
-    return tensor.repeat_interleave(query.shape[1] // tensor.shape[1], dim=1)
-
-
-__all__ = ["Call", "attention", "chosen_kernel", "for_capability"]

@@ -10,15 +10,19 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.optim import optimizer
+from torch.utils import _foreach_utils
 from torch.utils import _pytree as pytree
 
-from fxremat.compat.absent.pretending import CUDA, fake_cuda
+from fxremat.compat.absent.pretending import CUDA, always, fake_cuda
 from fxremat.compat.tensors import swappable
 
 _LOW = frozenset({
@@ -66,19 +70,6 @@ def cuda_autocast(supports_bfloat16: bool) -> Iterator[None]:
     precision, some in float32, some in the widest type of their operands. Which ops there are at
     all, torch's dispatcher says. Autocast for the CPU has no effect, as on the device.
     """
-    library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-    try:
-        _register(library)
-        with ExitStack() as stack:
-            for target, name, value in _switches(supports_bfloat16):
-                stack.enter_context(mock.patch.object(target, name, value))
-            yield
-    finally:
-        library._destroy()
-
-
-def _switches(supports_bfloat16: bool) -> Iterator[tuple[Any, str, Any]]:
-    """What a context of autocast asks and sets, and what stands for that."""
     set_enabled, set_dtype = torch.set_autocast_enabled, torch.set_autocast_dtype
 
     def enabled(*given: Any) -> None:
@@ -94,10 +85,17 @@ def _switches(supports_bfloat16: bool) -> Iterator[tuple[Any, str, Any]]:
         if device == "cuda":
             set_dtype("cpu", wanted)
 
-    yield torch, "set_autocast_enabled", enabled
-    yield torch, "set_autocast_dtype", dtype
-    yield torch.cuda.amp.common, "amp_definitely_not_available", lambda: False
-    yield torch.cuda, "is_bf16_supported", lambda including_emulation=True: supports_bfloat16
+    library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    try:
+        _register(library)
+        with (
+            mock.patch.multiple(torch, set_autocast_enabled=enabled, set_autocast_dtype=dtype),
+            mock.patch.object(torch.cuda.amp.common, "amp_definitely_not_available", always(False)),
+            mock.patch.object(torch.cuda, "is_bf16_supported", always(supports_bfloat16)),
+        ):
+            yield
+    finally:
+        library._destroy()
 
 
 def _register(library: Any) -> None:
@@ -107,15 +105,16 @@ def _register(library: Any) -> None:
         for name in torch._C._dispatch_get_all_op_names():
             if not name.startswith("aten::"):
                 continue
-            kernel = _kernel(name) if _has(name, "AutocastCUDA") else None
-            if kernel is None and not _has(name, _KEY):
+            kernel = _kernel(name) if has_kernel(name, "AutocastCUDA") else None
+            if kernel is None and not has_kernel(name, _KEY):
                 continue
             library.impl(
                 name.removeprefix("aten::"), kernel or torch.library.fallthrough_kernel, _KEY
             )
 
 
-def _has(name: str, key: str) -> bool:
+def has_kernel(name: str, key: str) -> bool:
+    """Whether torch's dispatcher has a kernel of an op for a key."""
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, key))
 
 
@@ -235,42 +234,6 @@ def without_device(seen: Seen, empty_cache: Callable[[], None]) -> Iterator[None
     and how it is written in terms of others, is not seen. Numbers that Python reads are made
     up (`_number`). ``empty_cache`` stands for torch's.
     """
-    with ExitStack() as stack:
-        stack.enter_context(fake_cuda())
-        stack.enter_context(_foreach_of_fake_tensors())
-        for name, answer in {**_ANSWERS, "empty_cache": empty_cache}.items():
-            stack.enter_context(mock.patch.object(torch.cuda, name, answer))
-        if not torch.accelerator.is_available():
-            stack.enter_context(_autograd_on_host())
-        mode = _mode(seen)
-        stack.enter_context(swappable(mode))
-        stack.enter_context(mode)
-        yield
-
-
-def _nothing(*_: Any, **__: Any) -> int:
-    return 0
-
-
-_ANSWERS: dict[str, Callable[..., Any]] = {
-    "is_available": lambda: True,
-    "device_count": lambda: 1,
-    "current_device": lambda: 0,
-    "is_current_stream_capturing": lambda: False,
-    "synchronize": _nothing,
-    "memory_allocated": _nothing,
-    "memory_reserved": _nothing,
-    "max_memory_allocated": _nothing,
-    "max_memory_reserved": _nothing,
-    "reset_peak_memory_stats": _nothing,
-    "get_rng_state": _nothing,
-    "set_rng_state": _nothing,
-}
-"""What `torch.cuda` says inside."""
-
-
-def _mode(seen: Seen) -> Any:
-    from torch._subclasses.fake_tensor import FakeTensorMode
 
     class Seeing(FakeTensorMode):  # type: ignore[no-untyped-call]
         depth = 0
@@ -287,7 +250,33 @@ def _mode(seen: Seen) -> Any:
                 seen(func, args, kwargs or {}, result)
             return result
 
-    return Seeing(allow_non_fake_inputs=True)
+    mode: Any = Seeing(allow_non_fake_inputs=True)
+    with (
+        fake_cuda(),
+        _foreach_of_fake_tensors(optimizer),
+        _foreach_of_fake_tensors(_foreach_utils),
+        mock.patch.multiple(torch.cuda, **_ANSWERS, empty_cache=empty_cache),
+        nullcontext() if torch.accelerator.is_available() else _autograd_on_host(),
+        swappable(mode),
+        mode,
+    ):
+        yield
+
+
+_ANSWERS: dict[str, Any] = {
+    "is_available": always(True),
+    "device_count": always(1),
+    "is_current_stream_capturing": always(False),
+    **dict.fromkeys(
+        (
+            "current_device", "synchronize", "memory_allocated", "memory_reserved",
+            "max_memory_allocated", "max_memory_reserved", "reset_peak_memory_stats",
+            "get_rng_state", "set_rng_state",
+        ),
+        always(0),
+    ),
+}  # fmt: skip
+"""What `torch.cuda` says inside."""
 
 
 def _number(tensor: torch.Tensor) -> bool | int | float:
@@ -306,26 +295,15 @@ _READS: dict[Any, Callable[[torch.Tensor], Any]] = {
 """Ops that give a number of the device to Python."""
 
 
-@contextmanager
-def _foreach_of_fake_tensors() -> Iterator[None]:
+def _foreach_of_fake_tensors(module: Any) -> AbstractContextManager[object]:
     """Optimizers take their kernels for many tensors at once for these classes of tensors only."""
-    from torch._subclasses.fake_tensor import FakeTensor
-    from torch.optim import optimizer
-    from torch.utils import _foreach_utils
-
-    with ExitStack() as stack:
-        for module in (optimizer, _foreach_utils):
-            types = [*module._foreach_supported_types, FakeTensor]
-            stack.enter_context(mock.patch.object(module, "_foreach_supported_types", types))
-        yield
+    types = [*module._foreach_supported_types, FakeTensor]
+    return mock.patch.object(module, "_foreach_supported_types", types)
 
 
 @contextmanager
 def _autograd_on_host() -> Iterator[None]:
     """Inside, C++ is told that tensors without memory on CUDA lie here, where autograd may run."""
-    from torch._subclasses import fake_tensor
-    from torch._subclasses.fake_tensor import FakeTensor
-
     asked_device = torch.ops.prim.device.default
     original: Any = FakeTensor.__torch_dispatch__
     moved = FakeTensor.to
@@ -355,23 +333,16 @@ def _autograd_on_host() -> Iterator[None]:
         there = torch.empty_like(self, dtype=dtype, device=device)
         return there.copy_(self, non_blocking)
 
-    def cuda(self: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        return to(self, CUDA)
-
-    def cpu(self: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        return to(self, _HERE)
-
-    patches = {
+    patches: dict[str, Any] = {
         "__torch_dispatch__": classmethod(dispatch),
         "to": to,
-        "cuda": cuda,
-        "cpu": cpu,
+        "cuda": lambda self, *_, **__: to(self, CUDA),
+        "cpu": lambda self, *_, **__: to(self, _HERE),
         "is_cuda": property(lambda self: self.device.type == "cuda"),
     }
     handlers = {asked_device: lambda args: device_for_cpp(args[0])}
-    with ExitStack() as stack:
-        table = fake_tensor._DISPATCH_META_HANDLERS
-        stack.enter_context(mock.patch.dict(table, handlers))
-        for name, value in patches.items():
-            stack.enter_context(mock.patch.object(FakeTensor, name, value, create=True))
+    with (
+        mock.patch.dict(fake_tensor._DISPATCH_META_HANDLERS, handlers),
+        mock.patch.multiple(FakeTensor, create=True, **patches),
+    ):
         yield

@@ -10,16 +10,21 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
+import torch._dynamo.device_interface as interfaces
+import torch.utils._triton as triton_utilities
+from torch._inductor.runtime.hints import DeviceProperties
+from torch._subclasses import fake_tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._triton import has_triton_package
 
 CUDA = torch.device("cuda", 0)
 
@@ -34,10 +39,7 @@ _ASKED_OF_TORCH = (
 
 @dataclass(frozen=True)
 class Properties:
-    """Those of `torch.cuda.get_device_properties` that code depends on, by the same names.
-
-    What is the same on all cards of NVIDIA stands in the class.
-    """
+    """Those of `torch.cuda.get_device_properties` that code depends on, by the same names."""
 
     warp_size = 32
     gcnArchName = ""
@@ -70,61 +72,74 @@ class Properties:
 
 def has_triton() -> bool:
     """Whether the `triton` package is installed; it can write code without a device."""
-    from torch.utils._triton import has_triton_package
-
     return bool(has_triton_package())
 
 
 @contextmanager
 def pretending(properties: Properties) -> Iterator[None]:
     """Inside, ``cuda:0`` has these properties, as far as code is generated for it."""
-    _prepare_patterns()
-    with ExitStack() as stack:
-        stack.enter_context(fake_cuda())
-        for target, name, value in _answers(properties):
-            stack.enter_context(mock.patch.object(target, name, value, create=True))
-        stack.enter_context(_interface(properties))
-        stack.enter_context(_patterns_of_now())
-        stack.enter_context(_constants_on_host())
-        stack.enter_context(_forgetting())
-        stack.enter_context(_driver(properties))
+    from torch._inductor.fx_passes import joint_graph, post_grad
+
+    # Inductor's patterns are traced where they can be: autograd refuses a device without code.
+    # Traced once, they serve graphs on any device. They are asked for just as Inductor does.
+    joint_graph.lazy_init(_HERE)
+    post_grad.lazy_init()
+    name, absent = "triton_hash_with_backend", f"absent-{properties.architecture}"
+    with (
+        fake_cuda(),
+        mock.patch.multiple(torch.cuda, create=True, **_answers(properties)),
+        mock.patch.object(torch._C, "_cuda_getCurrentRawStream", always(0), create=True),
+        mock.patch.object(DeviceProperties, "create", _described_by(properties)),
+        mock.patch.object(triton_utilities, name, always(absent), create=True),
+        _interface(properties),
+        mock.patch.object(joint_graph, "lazy_init", _nothing),
+        mock.patch.object(post_grad, "lazy_init", _nothing),
+        _constants_on_host(),
+        _forgetting(),
+        _driver(properties),
+    ):
         yield
 
 
-def _answers(properties: Properties) -> Iterator[tuple[Any, str, Any]]:
-    """Functions, and what stands for them."""
-    from torch._inductor.runtime.hints import DeviceProperties
+def always(answer: Any) -> Any:
+    """A function that gives this, whatever it is given."""
+    return lambda *_, **__: answer
 
-    cuda = torch.cuda
-    yield cuda, "get_device_properties", lambda device=None: properties
-    yield cuda, "get_device_capability", lambda device=None: properties.capability
-    yield cuda, "get_device_name", lambda device=None: properties.name
-    yield cuda, "current_device", lambda: 0
-    yield cuda, "device_count", lambda: 1
-    yield cuda, "is_available", lambda: True
-    yield cuda, "is_bf16_supported", lambda including_emulation=True: properties.major >= 8
-    yield cuda, "synchronize", _nothing
-    yield cuda, "default_generators", (_Generator(),)
-    yield cuda, "set_device", _nothing
-    yield cuda, "_exchange_device", lambda device: 0
-    yield cuda, "_maybe_exchange_device", lambda device: 0
-    yield torch._C, "_cuda_getCurrentRawStream", lambda device: 0
+
+_nothing = always(None)
+"""Stands for what a device would do."""
+
+
+def _answers(properties: Properties) -> dict[str, Any]:
+    """Functions of `torch.cuda`, and what stands for them."""
+    answers = {
+        "get_device_properties": properties,
+        "get_device_capability": properties.capability,
+        "get_device_name": properties.name,
+        "current_device": 0,
+        "device_count": 1,
+        "is_available": True,
+        "is_bf16_supported": properties.major >= 8,
+        "synchronize": None,
+        "set_device": None,
+        "_exchange_device": 0,
+        "_maybe_exchange_device": 0,
+    }
+    functions = {name: always(answer) for name, answer in answers.items()}
+    return {"default_generators": (_Generator(),), **functions}
+
+
+def _described_by(properties: Properties) -> Any:
+    """What Inductor's code says of a device."""
+    known = DeviceProperties.create
+    own = {name: getattr(properties, name) for name in _FIELDS if name in DeviceProperties._fields}
 
     def described(device: torch.device) -> DeviceProperties:
         if device.type != "cuda":
             return known(device)
-        return DeviceProperties(
-            type="cuda",
-            index=0,
-            cc=properties.architecture,
-            **{f: getattr(properties, f) for f in _FIELDS if f in DeviceProperties._fields},
-        )
+        return DeviceProperties(type="cuda", index=0, cc=properties.architecture, **own)
 
-    known = DeviceProperties.create
-    yield DeviceProperties, "create", staticmethod(described)
-    import torch.utils._triton as triton_utilities
-
-    yield triton_utilities, "triton_hash_with_backend", lambda: f"absent-{properties.architecture}"
+    return staticmethod(described)
 
 
 _FIELDS = (
@@ -140,18 +155,12 @@ _FIELDS = (
 @contextmanager
 def fake_cuda() -> Iterator[None]:
     """Inside, tensors without memory may lie on CUDA, whether torch knows CUDA or not."""
-    from torch._subclasses import fake_tensor
-
     with (
         _guard(),
         mock.patch.object(torch.cuda, "_lazy_init", _nothing),
         mock.patch.object(fake_tensor, "init_gpu_context", _nothing),  # a byte on the device
     ):
         yield
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    """Stands for what a device would do."""
 
 
 @contextmanager
@@ -191,57 +200,35 @@ class _Generator(torch.Generator):
         return self
 
 
-@contextmanager
-def _interface(properties: Properties) -> Iterator[None]:
+def _interface(properties: Properties) -> AbstractContextManager[object]:
     """What Dynamo and Inductor know of CUDA as one kind of device among others."""
-    import torch._dynamo.device_interface as interfaces
+    cuda = interfaces.CudaInterface
+    worker = {"get_device_properties": properties, "current_device": 0}
+    answers = {
+        **worker,
+        "is_available": True,
+        "get_compute_capability": properties.architecture,
+        "device_count": 1,
+        "synchronize": None,
+        "exchange_device": 0,
+        "maybe_exchange_device": 0,
+        "is_bf16_supported": properties.major >= 8,
+        "is_triton_capable": True,
+        "raise_if_triton_unavailable": None,
+    }
 
-    class Worker(interfaces.CudaInterface.Worker):
-        get_device_properties = staticmethod(lambda device=None: properties)
-        current_device = staticmethod(lambda: 0)
+    def answering(base: Any, answers: Mapping[str, Any]) -> Any:
+        own = {name: staticmethod(always(answer)) for name, answer in answers.items()}
+        return type(base.__name__, (base,), own)
 
-    class Interface(interfaces.CudaInterface):
-        is_available = staticmethod(lambda: True)
-        current_device = staticmethod(lambda: 0)
-        get_compute_capability = staticmethod(lambda device=None: properties.architecture)
-        get_device_properties = staticmethod(lambda device=None: properties)  # type: ignore[assignment]
-        device_count = staticmethod(lambda: 1)
-        synchronize = staticmethod(lambda device=None: None)
-        exchange_device = staticmethod(lambda device: 0)
-        maybe_exchange_device = staticmethod(lambda device: 0)
-        is_bf16_supported = staticmethod(lambda including_emulation=False: properties.major >= 8)
-        is_triton_capable = staticmethod(lambda device=None: True)
-        raise_if_triton_unavailable = staticmethod(lambda device=None: None)
-
-    Interface.Worker = Worker  # type: ignore[misc]
+    interface = answering(cuda, answers)
+    interface.Worker = answering(cuda.Worker, worker)
     interfaces.get_interface_for_device("cpu")  # all kinds are registered at first use
-    with mock.patch.dict(interfaces.device_interfaces, {"cuda": Interface, "cuda:0": Interface}):
-        yield
-
-
-def _prepare_patterns() -> None:
-    """Trace Inductor's patterns where they can be traced: autograd refuses a device without code.
-
-    Traced once, they serve graphs on any device. They are asked for just as Inductor does.
-    """
-    from torch._inductor.fx_passes import joint_graph, post_grad
-
-    joint_graph.lazy_init(_HERE)
-    post_grad.lazy_init()
+    both = {"cuda": interface, "cuda:0": interface}
+    return mock.patch.dict(interfaces.device_interfaces, both)
 
 
 _HERE = torch.device("cpu")
-
-
-@contextmanager
-def _patterns_of_now() -> Iterator[None]:
-    """Inside, no pattern is traced again for another device."""
-    from torch._inductor.fx_passes import joint_graph, post_grad
-
-    with ExitStack() as stack:
-        for module in (joint_graph, post_grad):
-            stack.enter_context(mock.patch.object(module, "lazy_init", _nothing))
-        yield
 
 
 class _OnHost(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -254,8 +241,7 @@ class _OnHost(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*pytree.tree_map(here, args), **pytree.tree_map(here, kwargs or {}))
 
 
-@contextmanager
-def _constants_on_host() -> Iterator[None]:
+def _constants_on_host() -> AbstractContextManager[object]:
     """Constants that Inductor folds are single numbers, which it computes on the device."""
     from torch._inductor.fx_passes.joint_graph import UniformValueConstantFolder as Folder
 
@@ -265,8 +251,7 @@ def _constants_on_host() -> Iterator[None]:
         with _OnHost():  # type: ignore[no-untyped-call]
             return folded(self, *args, **kwargs)
 
-    with mock.patch.object(Folder, "run", run):
-        yield
+    return mock.patch.object(Folder, "run", run)
 
 
 @contextmanager
@@ -292,32 +277,25 @@ def _driver(properties: Properties) -> Iterator[None]:
     if not has_triton():
         yield
         return
+    from torch._inductor.runtime import triton_helpers
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
-    class Utilities:
-        def get_device_properties(self, device: int) -> Mapping[str, int]:
-            return {
-                "max_shared_mem": properties.shared_memory_per_block_optin,
-                "max_num_regs": properties.regs_per_multiprocessor,
-                "multiprocessor_count": properties.multi_processor_count,
-                "warpSize": properties.warp_size,
-            }
-
-    class Driver:
-        utils = Utilities()
-
-        def get_current_target(self) -> Any:
-            return GPUTarget("cuda", properties.architecture, properties.warp_size)
-
-        def get_current_device(self) -> int:
-            return 0
-
-    from torch._inductor.runtime import triton_helpers
-
+    described = {
+        "max_shared_mem": properties.shared_memory_per_block_optin,
+        "max_num_regs": properties.regs_per_multiprocessor,
+        "multiprocessor_count": properties.multi_processor_count,
+        "warpSize": properties.warp_size,
+    }
+    target = GPUTarget("cuda", properties.architecture, properties.warp_size)
+    stand_in = SimpleNamespace(
+        utils=SimpleNamespace(get_device_properties=always(described)),
+        get_current_target=always(target),
+        get_current_device=always(0),
+    )
     name = "_active" if "_active" in vars(driver) else "active"  # before Triton 3.6
     with (
-        mock.patch.object(driver, name, Driver()),
+        mock.patch.object(driver, name, stand_in),
         mock.patch.object(triton_helpers, "set_driver_to_gpu", _nothing),
     ):
         yield

@@ -14,15 +14,24 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from fxremat.compat.absent.attention import for_capability
+from fxremat.compat.absent.eager import has_kernel
 from fxremat.compat.absent.pretending import CUDA, Properties, pretending
-from fxremat.compat.compilers import in_fake_mode_of, inductor_decompositions, joint_passes
+from fxremat.compat.compilers import (
+    in_fake_mode_of,
+    inductor_decompositions,
+    joint_passes,
+    traced_by_aot,
+)
 from fxremat.compat.configuration import inductor_config
 from fxremat.compat.dynamo import with_stack_room
-from fxremat.compat.joint_graph import copy_module, only_marked_buffers_donated, torch_partition
+from fxremat.compat.joint_graph import copy_module, torch_partition
 from fxremat.compat.sizes import size_bound, sizes_at
+from fxremat.compat.tensors import apart_from_tracing
 
 ABSENT = {"shape_padding": False, "max_autotune": False, "max_autotune_gemm": False}
 """What Inductor decides by running kernels cannot be decided here."""
@@ -41,9 +50,6 @@ def trace_for_absent(
     Inside of ``partition``, code can be generated for the device. What is returned runs the graph
     on the CPU, node by node, as torch would cut it.
     """
-    from torch._dynamo.backends.common import aot_autograd
-    from torch._dynamo.backends.debugging import boxed_nop
-
     for_capability(gm, properties.capability)
 
     def on_device(module: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
@@ -52,15 +58,7 @@ def trace_for_absent(
             joint_passes(there, lambda: partition(there, joint_inputs, **kwargs))
         return torch_partition(module, joint_inputs, **kwargs)
 
-    with only_marked_buffers_donated():
-        compiler = aot_autograd(
-            fw_compiler=boxed_nop,
-            partition_fn=on_device,
-            decompositions={},
-            keep_inference_input_mutations=True,
-        )
-        compiled: Callable[..., Any] = compiler(gm, inputs)
-        return compiled
+    return traced_by_aot(gm, inputs, on_device, {})
 
 
 @contextmanager
@@ -86,16 +84,6 @@ def generating(
         yield
 
 
-@contextmanager
-def apart_from_tracing() -> Iterator[None]:
-    """Inside, the fake tensors that the step was traced on are not the current ones."""
-    from torch._guards import tracing
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
-
-    with unset_fake_temporarily(), tracing(None):
-        yield
-
-
 def moved(
     module: fx.GraphModule, device: torch.device, table: Mapping[Any, Callable[..., Any]]
 ) -> fx.GraphModule:
@@ -103,8 +91,6 @@ def moved(
 
     Placeholders keep their names, and nodes what is known of where they come from.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     on_device = _with_device_arguments(copy_module(module), device)
     mode: Any = FakeTensorMode(allow_non_fake_inputs=True, shape_env=_shape_env_of(module))
     with mode:
@@ -129,7 +115,7 @@ class _Decomposing(fx.Interpreter):
         self.table = table
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        if target in self.table and _can_be_taken_apart(target):
+        if target in self.table and has_kernel(target.name(), "CompositeImplicitAutograd"):
             target = self.table[target]
         if target is torch.ops.aten.view.default and not _is_view(*args):
             target = torch.ops.aten.reshape.default
@@ -146,11 +132,6 @@ def _is_view(tensor: torch.Tensor, size: Any) -> bool:
     return True
 
 
-def _can_be_taken_apart(op: Any) -> bool:
-    name: str = op.name()
-    return torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
-
-
 def with_numbers(
     module: fx.GraphModule, sizes: Mapping[Any, int]
 ) -> tuple[fx.GraphModule, list[int]]:
@@ -159,8 +140,6 @@ def with_numbers(
     Inputs that are symbols go; of the others, the positions are given. ``sizes`` has a number for
     each symbol.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     mode: Any = FakeTensorMode(allow_non_fake_inputs=True)
     with mode, sizes_at(sizes):
         given = [_numbered(node.meta.get("val")) for node in _placeholders(module)]
@@ -190,8 +169,6 @@ def _traced(
     run: Callable[..., Any], inputs: list[Any], mode: Any, table: Mapping[Any, Any]
 ) -> fx.GraphModule:
     """Trace once more, in this fake mode; nodes keep what is known of where they come from."""
-    from torch.fx.experimental.proxy_tensor import make_fx
-
     with mode, torch.no_grad(), fx.traceback.preserve_node_meta():
         traced: fx.GraphModule = make_fx(
             run, decomposition_table=dict(table), _allow_non_fake_inputs=True
@@ -241,11 +218,7 @@ def _as_named(
         new._rename(str(old.target))
         new.meta = {**old.meta, "val": new.meta["val"]}
         new.meta.pop("tensor_meta", None)
-    before, after = source.graph.output_node(), traced.graph.output_node()
-    after.meta = {
-        **before.meta,
-        **after.meta,
-        **{k: v for k, v in before.meta.items() if k == "desc"},
-    }
+    before, after = source.graph.output_node().meta, traced.graph.output_node().meta
+    after |= {k: v for k, v in before.items() if k == "desc" or k not in after}
     traced.meta = dict(source.meta)
     traced.recompile()

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import fx
+from torch._dynamo.utils import counters
+from torch._guards import detect_fake_mode
+from torch._inductor import cpu_vec_isa
+from torch._inductor.virtualized import V
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fxremat.compat.compilers import tuned_in_the_step
 from fxremat.compat.configuration import caches_disabled, inductor_config
@@ -53,14 +60,12 @@ def generate(
     replaces the strides of inputs, by name in the forward: the backward reads what the forward
     saved in the layout that Inductor chose there.
     """
-    from torch._guards import detect_fake_mode
     from torch._inductor.compile_fx import (
         _recursive_post_grad_passes,
         _recursive_record_original_output_strides,
         fake_tensor_prop,
     )
     from torch._inductor.fx_passes.post_grad import view_to_reshape
-    from torch._inductor.virtualized import V
 
     with _uncounted(), inductor_config.patch(_ONLY_CODE), tuned_in_the_step():
         module = copy_module(module)
@@ -95,8 +100,6 @@ to be tuned is lowered anew, as its configuration differs."""
 @contextmanager
 def _uncounted() -> Iterator[None]:
     """What is compiled inside is not counted among what torch has compiled."""
-    from torch._dynamo.utils import counters
-
     counted = {key: value.copy() for key, value in counters.items()}
     yield
     for key, value in counted.items():
@@ -111,12 +114,9 @@ def _lowered(
     with_kernels: bool,
 ) -> Generated:
     """The code of a graph that Inductor's passes have gone over, in the fake mode of now."""
-    from torch._dynamo.utils import counters
     from torch._inductor.compile_fx import maybe_disable_comprehensive_padding
     from torch._inductor.debug import DebugContext
     from torch._inductor.graph import GraphLowering
-    from torch._inductor.virtualized import V
-    from torch.utils._python_dispatch import _disable_current_modes
 
     before = counters["inductor"].copy()
     lowering: Any = GraphLowering(
@@ -148,22 +148,7 @@ def _lowered(
         return replace(generated, lowered=Lowered(key, lowering, code, counted))
 
 
-class _NoVectors:
-    """Stands for Inductor's module of vector instructions: this processor has none."""
-
-    def pick_vec_isa(self) -> Any:
-        from torch._inductor import cpu_vec_isa
-
-        return cpu_vec_isa.invalid_vec_isa
-
-    def __getattr__(self, name: str) -> Any:
-        from torch._inductor import cpu_vec_isa
-
-        return getattr(cpu_vec_isa, name)
-
-
-@contextmanager
-def _without_vectors() -> Iterator[None]:
+def _without_vectors() -> AbstractContextManager[object]:
     """Inside, C++ kernels are scalar loops.
 
     How loops are fused and what buffers hold does not depend on it. To ask which vectors there are
@@ -171,13 +156,9 @@ def _without_vectors() -> Iterator[None]:
     """
     from torch._inductor.codegen import cpp
 
-    code: Any = cpp
-    known = code.cpu_vec_isa
-    code.cpu_vec_isa = _NoVectors()
-    try:
-        yield
-    finally:
-        code.cpu_vec_isa = known
+    known = vars(cpu_vec_isa)
+    none = SimpleNamespace(**{**known, "pick_vec_isa": lambda: known["invalid_vec_isa"]})
+    return mock.patch.object(cpp, "cpu_vec_isa", none)
 
 
 def code_key(module: fx.GraphModule, *, is_backward: bool) -> str | None:
@@ -186,10 +167,7 @@ def code_key(module: fx.GraphModule, *, is_backward: bool) -> str | None:
     None where that cannot be told: where Inductor keeps nothing (its caches are disabled, a pass of
     the user has no name, an op is not to be kept), and where a size is not known.
     """
-    from torch._dynamo.utils import counters
-    from torch._guards import detect_fake_mode
     from torch._inductor.codecache import FxGraphCache
-    from torch._inductor.virtualized import V
 
     inputs = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
     mode = detect_fake_mode(inputs)
@@ -292,10 +270,6 @@ class _WithoutKernels(ast.NodeTransformer):
         return self.generic_visit(node)
 
 
-def _unseen(made: torch.Tensor) -> None:
-    """Pinned memory is the host's."""
-
-
 def _empty_like_generated(
     device: str, asked: Callable[[torch.Tensor], None]
 ) -> Callable[..., torch.Tensor]:
@@ -305,16 +279,6 @@ def _empty_like_generated(
         return made
 
     return empty
-
-
-def _reinterpret(tensor: torch.Tensor, size: Any, stride: Any, offset: int) -> torch.Tensor:
-    return tensor.as_strided(size, stride, tensor.storage_offset() + offset)
-
-
-def _from_pool(
-    pool: torch.Tensor, offset: int, dtype: torch.dtype, size: Any, stride: Any
-) -> torch.Tensor:
-    return pool.view(dtype).as_strided(size, stride, offset // dtype.itemsize)
 
 
 def load_without_kernels(
@@ -330,17 +294,23 @@ def load_without_kernels(
     told each buffer that the code itself allocates on the CPU or a GPU.
     """
     tree = ast.fix_missing_locations(_WithoutKernels().visit(ast.parse(generated.source)))
-    namespace: dict[str, Any] = {"_no_kernel": _NoKernel(), "__name__": filename}
+    no_kernel = _NoKernel()
+    namespace: dict[str, Any] = {"_no_kernel": no_kernel, "__name__": filename}
     exec(compile(tree, filename, "exec"), namespace)
     for name in [n for n in namespace if n.startswith("empty_strided_")]:
         device = name.removeprefix("empty_strided_").removesuffix("_pinned")
         pinned = name.endswith("_pinned")
-        namespace[name] = _empty_like_generated(device, _unseen if pinned else asked)
+        # pinned memory is the host's
+        namespace[name] = _empty_like_generated(device, no_kernel if pinned else asked)
     namespace |= {
-        "reinterpret_tensor": _reinterpret,
-        "alloc_from_pool": _from_pool,
-        "assert_size_stride": _NoKernel(),
-        "assert_alignment": _NoKernel(),
+        "reinterpret_tensor": lambda tensor, size, stride, offset: tensor.as_strided(
+            size, stride, tensor.storage_offset() + offset
+        ),
+        "alloc_from_pool": lambda pool, offset, dtype, size, stride: pool.view(dtype).as_strided(
+            size, stride, offset // dtype.itemsize
+        ),
+        "assert_size_stride": no_kernel,
+        "assert_alignment": no_kernel,
         **constants,
     }
     call: Callable[[list[Any]], Any] = namespace["call"]

@@ -25,6 +25,12 @@ from typing import Any, cast
 
 import torch
 from torch import fx
+from torch._guards import TracingContext, detect_fake_mode, tracing
+from torch._inductor import cpu_vec_isa
+from torch._inductor.virtualized import V
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from fxremat.compat.compilers import inductor_decompositions, tuned_in_the_step
@@ -42,7 +48,13 @@ from fxremat.compat.inductor.generated_code import (
     load_without_kernels,
 )
 from fxremat.compat.inductor.lowered_ahead import hand_over
-from fxremat.compat.tensors import Watching, storage_key, storage_watch, without_memory
+from fxremat.compat.tensors import (
+    Watching,
+    apart_from_tracing,
+    storage_key,
+    storage_watch,
+    without_memory,
+)
 from fxremat.core.constants import MOST_TOGETHER
 
 log = logging.getLogger(__name__)
@@ -79,8 +91,6 @@ def look_for_vectors() -> None:
     Inductor compiles and runs a program for each kind, one after the other, once in a process.
     Here all are compiled at the same time, and Inductor waits for them where it needs the answer.
     """
-    from torch._inductor import cpu_vec_isa
-
     module: Any = cpu_vec_isa
     kinds = _kinds(module)
     if _looking or not kinds:
@@ -319,17 +329,8 @@ def joined(kernels: Sequence[tuple[str, str, str]]) -> str:
 @contextmanager
 def apart() -> Iterator[None]:
     """Inside, tensors are real, and nothing that is being compiled around it has a say."""
-    from torch._guards import tracing
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
-
     own = {CUDAGRAPHS: False, POST_GRAD_PASS: None, SCHEDULER_PASS: None, PARTITIONER: None}
-    with (
-        unset_fake_temporarily(),
-        tracing(None),
-        inductor_config.patch(own),
-        tuned_in_the_step(),
-        torch.no_grad(),
-    ):
+    with apart_from_tracing(), inductor_config.patch(own), tuned_in_the_step(), torch.no_grad():
         yield
 
 
@@ -339,9 +340,6 @@ def for_a_kernel() -> Iterator[None]:
 
     A kernel is made of a graph that writes into its inputs and returns nothing.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
-
     # Inductor's cache keeps what is made of a graph only where its sizes belong to a shape env.
     mode: Any = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
     with apart(), mode:
@@ -351,9 +349,6 @@ def for_a_kernel() -> Iterator[None]:
 @contextmanager
 def _kept_by_inductor(module: fx.GraphModule) -> Iterator[list[Any]]:
     """Inside, Inductor's cache keeps what it makes of a kernel's graph; its inputs."""
-    from torch._guards import TracingContext, detect_fake_mode, tracing
-    from torch._inductor.virtualized import V
-
     inputs = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
     with apart():  # else what is compiled around it would give its own mode
         mode = detect_fake_mode(inputs)
@@ -369,8 +364,6 @@ def kernel_key(module: fx.GraphModule) -> str | None:
 
 def decomposed(module: fx.GraphModule) -> fx.GraphModule:
     """The graph in the operators that Inductor has kernels for; inside `for_a_kernel`."""
-    from torch.fx.experimental.proxy_tensor import make_fx
-
     inputs = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
     table = inductor_decompositions()
     traced: fx.GraphModule = make_fx(module, decomposition_table=table)(*inputs)

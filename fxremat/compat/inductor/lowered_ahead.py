@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._dynamo.utils import counters
 
 from fxremat.compat.configuration import PARTITIONER, inductor_config
 from fxremat.core.constants import MOST_READY
@@ -121,7 +122,6 @@ def _take_over() -> None:
 
 def _taken(gm: fx.GraphModule, kwargs: dict[str, Any]) -> Any:
     """The lowering that was handed over for this graph, which no one else is given; or None."""
-    from torch._dynamo.utils import counters
     from torch._inductor.utils import get_donated_idxs
 
     if not _ready or any(kwargs.get(name) for name in _LEFT_ALONE):

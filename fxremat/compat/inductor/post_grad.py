@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._inductor.virtualized import V
 
 _FREE = "_in_any_layout"
 
@@ -136,7 +137,6 @@ def unmarked(node: fx.Node) -> fx.Node:
 def _lower_written() -> None:
     from torch._inductor import ir
     from torch._inductor.lowering import lowerings, register_lowering
-    from torch._inductor.virtualized import V
 
     if torch.ops.fxremat.written.default in lowerings:
         return

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
+
+from torch._inductor import config
+from torch._inductor.virtualized import V
 
 _NONE = frozenset[str]()
 
@@ -39,7 +43,6 @@ class Footprint:
 
 def scheduled(node: Any) -> Scheduled:
     from torch._inductor import ir
-    from torch._inductor.virtualized import V
 
     size = V.graph.get_dep_size_hint
     is_loop = _is_loop(node)
@@ -59,8 +62,7 @@ def scheduled(node: Any) -> Scheduled:
     )
 
 
-@contextmanager
-def far_loops_apart() -> Iterator[None]:
+def far_loops_apart() -> AbstractContextManager[object]:
     """Inside, Inductor does not compare loops that something between them keeps apart.
 
     It never fuses two of them, but finds that out last. What all layers read, as a table of
@@ -68,26 +70,17 @@ def far_loops_apart() -> Iterator[None]:
     """
     from torch._inductor.scheduler import Scheduler
 
-    inductor: Any = Scheduler
-    can_fuse = inductor.can_fuse
+    can_fuse: Any = Scheduler.can_fuse
 
     def can_fuse_near(scheduler: Any, first: Any, second: Any, *args: Any, **kwargs: Any) -> Any:
-        if _are_apart(scheduler, first, second):
-            return False
-        return can_fuse(scheduler, first, second, *args, **kwargs)
+        apart = _are_apart(scheduler, first, second)
+        return not apart and can_fuse(scheduler, first, second, *args, **kwargs)
 
-    inductor.can_fuse = can_fuse_near
-    try:
-        yield
-    finally:
-        inductor.can_fuse = can_fuse
+    return mock.patch.object(Scheduler, "can_fuse", can_fuse_near)
 
 
 def _are_apart(scheduler: Any, first: Any, second: Any) -> bool:
-    """Whether the second loop needs what cannot be made before the first has run.
-
-    What the first writes itself does not count.
-    """
+    """Whether the second loop needs what others can make only after the first has run."""
     from torch._inductor.scheduler import FusedSchedulerNode, SchedulerNode
 
     for one in (first, second):
@@ -110,8 +103,6 @@ def _are_apart(scheduler: Any, first: Any, second: Any) -> bool:
 
 def names_being_scheduled() -> list[str]:
     """The nodes of the graph that Inductor is scheduling."""
-    from torch._inductor.virtualized import V
-
     module: Any = V.graph.module
     return [node.name for node in module.graph.nodes]
 
@@ -121,9 +112,7 @@ def allocate_at_places() -> str | None:
 
     It stands in the code, so that caches keep it. Returns why it cannot, where that is so.
     """
-    from torch._inductor import config
     from torch._inductor.codegen.wrapper import PythonWrapperCodegen
-    from torch._inductor.virtualized import V
 
     graph: Any = V.graph
     wrapper = graph.wrapper_code
@@ -238,7 +227,6 @@ def _footprint(node: Any) -> Footprint:
 
 def _nbytes(name: str) -> int:
     from torch._inductor.dependencies import StarDep
-    from torch._inductor.virtualized import V
 
     return int(V.graph.get_dep_size_hint(StarDep(name)))
 

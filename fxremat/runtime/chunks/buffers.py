@@ -75,10 +75,7 @@ _REDUCING = frozenset(
 
 @functools.cache
 def out_form(op: str) -> Any | None:
-    """What computes ``op`` into given memory, and allocates nothing; None where there is none.
-
-    It is the overload with the same arguments that writes into ``out``.
-    """
+    """The overload of ``op`` that writes into ``out`` and allocates nothing; None without one."""
     if op.split(".")[1] not in _ELEMENTWISE | _REDUCING and op not in MATMULS:
         return None
     functional = overload(op)
@@ -284,7 +281,7 @@ class _Assigner:
             now = self.program[number]
             alive = [self.program[n] for n, (begin, end) in lives.items() if begin <= at <= end]
             alive += [now] if now.op in _WITH_TEMPORARY else []
-            of_row = sum(one.numel * one.dtype.itemsize for one in alive)
+            of_row = sum(one.nbytes for one in alive)
             found.append((of_row, bytes_for_numbers(self.program, now)))
         return tuple(dict.fromkeys(found))
 

@@ -70,10 +70,13 @@ class RowsCall:
     def plan(self) -> Layout:
         return layout(self.text)
 
-    def format_of(self, result: int) -> torch.memory_format:
-        """How the result at this place lies in memory."""
-        last = self.channels_last and result in places_of_images(self.text)
-        return torch.channels_last if last else torch.contiguous_format
+    def new_result(self, place: int) -> torch.Tensor:
+        """Memory for the result at this place."""
+        one = self.program[self.program.results[place]]
+        shape = one.row_shape if one.kind == "sum" else (self.total, *one.row_shape)
+        last = self.channels_last and place in places_of_images(self.text)
+        form = torch.channels_last if last else torch.contiguous_format
+        return torch.empty(shape, dtype=one.dtype, device=self.rows[0].device, memory_format=form)
 
     @property
     def total(self) -> int:
@@ -141,9 +144,6 @@ def flops(rows: Sequence[Any], whole: Sequence[Any], program: str, *_: Any, **__
 # --- rows that are left out -------------------------------------------------------------------
 
 
-_PLACE_BYTES = torch.int64.itemsize
-
-
 def leaves_out(call: RowsCall) -> bool:
     if call.program.ignored is None:
         return False
@@ -162,11 +162,11 @@ def bytes_to_leave_out(call: RowsCall, slots: int) -> int:
     read = [call.rows[number] for number in _numbers_read(program)]
     rows = [row.shape[1:].numel() * row.dtype.itemsize for row in read]
     results = [program[n] for n in program.results if n >= program.first]
-    spread = [one.numel * one.dtype.itemsize for one in results if one.kind != "sum"]
+    spread = [one.nbytes for one in results if one.kind != "sum"]
     compared = total if call.rows[0].device.type == "cpu" else 0
     # before the loop labels are compared, and behind it at least a row is held
     loop = slots + call.chunk * sum(rows)
-    return total * _PLACE_BYTES + max(loop, compared, *spread) - slots
+    return total * torch.int64.itemsize + max(loop, compared, *spread) - slots
 
 
 def rows_to_run(count: int, chunk: int, tile: int) -> int:
@@ -242,10 +242,7 @@ class CountedRows:
 
 
 def _places(labels: torch.Tensor, number: Number, order: torch.Tensor) -> torch.Tensor | None:
-    """The rows whose label is another one, for the host; written to the front of ``order`` too.
-
-    None where nobody can tell.
-    """
+    """The rows of another label, for the host, also in front of ``order``; None if unknown."""
     if is_fake(labels) or (labels.is_cuda and torch.cuda.is_current_stream_capturing()):
         return None
     if labels.device.type != "cpu":

@@ -113,57 +113,46 @@ def _without_none(
     return tuple(like.new_empty(0) if result is None else result for result in results)
 
 
-def _columns(wide: torch.Tensor, places: torch.Tensor, weight: torch.Tensor) -> int:
-    """Bytes of all patches as columns: a kernel full of the channels of one side for each place
-    of the other."""
-    patch = wide.shape[1] * prod(weight.shape[2:])
-    return len(wide) * prod(places.shape[2:]) * patch * wide.dtype.itemsize
-
-
 def _inside(*args: Any, **_: Any) -> Inside:
     """Each part is computed and copied; a native call writes and reads columns image by image."""
-    given, weight, (images, algorithm) = args[0], args[1], args[-2:]
-    result = _fake_convolution(*args)
-    wide, places = (result, given) if args[6] else (given, result)
-    found = _of(wide, places, weight, images, algorithm, copied=result.nbytes, matmuls=1)
-    return found + _library(_ATEN.convolution.default, args, (0,))
+    given, weight, result = *args[:2], _fake_convolution(*args)
+    sides = (result, given) if args[6] else (given, result)
+    return _of(_ATEN.convolution.default, args, (0,), sides, weight, result.nbytes, matmuls=1)
 
 
 def _inside_gradients(*args: Any, **_: Any) -> Inside:
     """Like `_inside`; the gradient of the weight is read and written by each part."""
-    gradient, given, weight, (mask, images, algorithm) = *args[:3], args[-3:]
-    copied = given.nbytes if mask[0] else 0
-    wide, places = (gradient, given) if args[7] else (given, gradient)
-    found = _of(wide, places, weight, images, algorithm, copied=copied, matmuls=sum(mask[:2]))
+    gradient, given, weight, (mask, images, _) = *args[:3], args[-3:]
+    sides = (gradient, given) if args[7] else (given, gradient)
+    target, copied = _ATEN.convolution_backward.default, given.nbytes if mask[0] else 0
+    found = _of(target, args, (0, 1), sides, weight, copied, matmuls=sum(mask[:2]))
     added = 2 * (len(pieces(len(given), images)) - 1) * weight.nbytes * mask[1]
-    return found + Inside(0, 0, added) + _library(_ATEN.convolution_backward.default, args, (0, 1))
-
-
-def _library(target: Any, args: Sequence[Any], with_images: Sequence[int]) -> Inside:
-    """The calls of the parts; none are named where another algorithm than the usual is asked for.
-
-    ``with_images`` are the places of the arguments that have a part's images only.
-    """
-    *usual, images, algorithm = args
-    if algorithm:
-        return Inside(0, 0)
-    parts = len(pieces(len(args[0]), images))
-    for place in with_images:
-        usual[place] = args[place][:images]
-    return Inside(0, 0, library=(LibraryCall(target, tuple(usual), parts),))
+    return found + Inside(0, 0, added)
 
 
 def _of(
-    wide: torch.Tensor, places: torch.Tensor, weight: torch.Tensor, images: int, algorithm: str,
-    *, copied: int, matmuls: int,
+    target: Any, args: Sequence[Any], with_images: Sequence[int],
+    sides: tuple[torch.Tensor, torch.Tensor], weight: torch.Tensor, copied: int, *, matmuls: int,
 ) -> Inside:  # fmt: skip
+    """Of a call in parts; ``with_images`` are the places of arguments of which each has its own.
+
+    Columns are all patches: a kernel full of the channels of one side for each place of the other.
+    No library's calls are named where another algorithm than the usual is asked for.
+    """
+    *usual, images, algorithm = args
+    wide, places = sides
     parts = len(pieces(len(wide), images))
     found = Inside(parts, 0)
     if parts > 1:
         found += Inside(parts, 2 * copied, (parts - 1) * weight.nbytes)
     if algorithm == "native":
-        moved = 2 * matmuls * _columns(wide, places, weight)
-        found += Inside(2 * matmuls * len(wide), 0, moved)
+        patch = wide.shape[1] * prod(weight.shape[2:]) * wide.dtype.itemsize
+        columns = len(wide) * prod(places.shape[2:]) * patch
+        found += Inside(2 * matmuls * len(wide), 0, 2 * matmuls * columns)
+    if not algorithm:
+        for place in with_images:
+            usual[place] = args[place][:images]
+        found += Inside(0, 0, library=(LibraryCall(target, tuple(usual), parts),))
     return found
 
 

@@ -20,7 +20,7 @@ from fxremat.runtime.chunks.buffers import (
     extra_of_sum,
     of_total,
 )
-from fxremat.runtime.chunks.call import RowsCall, Tensors, bytes_to_leave_out
+from fxremat.runtime.chunks.call import RowsCall, bytes_to_leave_out
 from fxremat.runtime.chunks.fused_kernels import (
     CACHE_LINE_BYTES,
     is_worth_fusing,
@@ -28,7 +28,13 @@ from fxremat.runtime.chunks.fused_kernels import (
     set_aside,
     written,
 )
-from fxremat.runtime.chunks.program import Instruction, Program, operator_of, with_values
+from fxremat.runtime.chunks.program import (
+    Instruction,
+    Kind,
+    Program,
+    operator_of,
+    with_values,
+)
 from fxremat.runtime.kernels import Inside, LibraryCall, Measure, pieces
 
 
@@ -52,7 +58,7 @@ def workspace(*args: Any, measure: Measure, by_inductor: bool = False, **kwargs:
     slots = sum(slot.nbytes(call.chunk, call.tile) for slot in call.plan.slots if slot.of_chunk)
     return (
         sum(row.numel() * row.dtype.itemsize for row in copied)
-        + sum(one.numel * one.dtype.itemsize for one in before)
+        + sum(one.nbytes for one in before)
         + slots
         + bytes_to_leave_out(call, slots)
         + _scratch(call, kernels, measure)
@@ -86,14 +92,13 @@ def _operands(call: RowsCall, one: Instruction, rows: int) -> tuple[Any, ...]:
 
 def _on_chunk(call: RowsCall, one: Instruction, rows: int, measure: Measure) -> int:
     """Bytes that one instruction takes of ``rows`` rows, beside what has a slot."""
-    program = call.program
     if one.op in STATISTICS:
         (given,) = one.reads
-        return rows * _size_of_row(program, call.rows, given) + 4 * one.numel * one.dtype.itemsize
+        return rows * _size(call, given, "row") + 4 * one.nbytes
     if one.op not in CONVOLUTIONS:
         return 0
 
-    results = one.numel * one.dtype.itemsize * (1 if one.kind == "sum" else rows)
+    results = one.nbytes * (1 if one.kind == "sum" else rows)
     return results + measure(operator_of(one.op), _operands(call, one, rows), {})
 
 
@@ -149,7 +154,7 @@ def inside(*args: Any, on_cpu: bool, by_inductor: bool = False, **kwargs: Any) -
     fused stage is one call, and moves what it reads from memory and writes there.
     """
     call = RowsCall(*args, **kwargs)
-    rows, whole, parsed, plan = call.rows, call.whole, call.program, call.plan
+    parsed, plan = call.program, call.plan
     total, chunk, tile = call.total, call.chunk, call.tile if on_cpu else call.chunk
     chunks = len(pieces(total, chunk))
     tiles = chunks * len(pieces(chunk, tile))
@@ -157,7 +162,7 @@ def inside(*args: Any, on_cpu: bool, by_inductor: bool = False, **kwargs: Any) -
     for stage in plan.stages:
         if by_inductor and is_worth_fusing(stage):
             touched = (*read(parsed, stage), *written(parsed, stage))
-            moved = sum(_size_of_row(parsed, rows, number) for number in touched) * total
+            moved = sum(_size(call, number, "row") for number in touched) * total
             found += Inside(tiles, moved, functions=_functions(parsed, stage, total))
             continue
         times, rows_each = (chunks, chunk) if stage.of_chunk else (tiles, tile)
@@ -168,7 +173,7 @@ def inside(*args: Any, on_cpu: bool, by_inductor: bool = False, **kwargs: Any) -
             elements = one.numel * (1 if one.kind == "sum" else total)
             found += Inside(times, 2 * elements * one.dtype.itemsize // speed)
             if one.op in MATMULS | CONVOLUTIONS:
-                again = sum(_size_of_whole(parsed, whole, n) for n in one.reads)
+                again = sum(_size(call, n, "whole") for n in one.reads)
                 if one.kind == "sum" and not on_cpu:
                     again += 2 * elements * accumulates_in(one.dtype).itemsize
                 made = LibraryCall(operator_of(one.op), _operands(call, one, rows_each), times)
@@ -185,18 +190,13 @@ def _functions(program: Program, stage: Stage, total: int) -> tuple[tuple[str, i
     )
 
 
-def _size_of_row(program: Program, rows: Tensors, number: int) -> int:
-    """Bytes of one row of a value; 0 for values that all rows share."""
-    one = program.instruction(number)
-    if one is None:
-        is_row = number < program.num_rows
-        return prod(rows[number].shape[1:]) * rows[number].dtype.itemsize if is_row else 0
-    return one.numel * one.dtype.itemsize if one.kind == "row" else 0
-
-
-def _size_of_whole(program: Program, whole: Tensors, number: int) -> int:
-    """Bytes of a value that is the same for all rows; 0 for others."""
+def _size(call: RowsCall, number: int, kind: Kind) -> int:
+    """Bytes of a value of this kind, or of one row of it; 0 for values of other kinds."""
+    program = call.program
     one = program.instruction(number)
     if one is not None:
-        return one.numel * one.dtype.itemsize if one.kind == "whole" else 0
-    return whole[number - program.num_rows].nbytes if number >= program.num_rows else 0
+        return one.nbytes if one.kind == kind else 0
+    if number < program.num_rows:
+        given = call.rows[number]
+        return prod(given.shape[1:]) * given.dtype.itemsize if kind == "row" else 0
+    return call.whole[number - program.num_rows].nbytes if kind == "whole" else 0

@@ -274,7 +274,7 @@ def _is_aligned(program: Program, plan: Layout, inputs: Sequence[Shape], tile: i
     rows = [shape.dtype.itemsize * prod(shape.sizes[1:]) for shape in inputs[: program.num_rows]]
     rows += [slot.numel * slot.dtype.itemsize for slot in plan.slots if slot.of_chunk]
     results = [program[number] for number in program.results]
-    rows += [one.numel * one.dtype.itemsize for one in results if one.kind != "sum"]
+    rows += [one.nbytes for one in results if one.kind != "sum"]
     return all(tile * size % ALIGNMENT == 0 for size in rows)
 
 

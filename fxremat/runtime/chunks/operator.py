@@ -50,11 +50,10 @@ _ATEN = torch.ops.aten
 class _RowSum:
     """A sum over all rows, while it is being added up."""
 
-    def __init__(self, one: Instruction, device: torch.device, is_fused: bool) -> None:
-        self.one, self.wide = one, accumulates_in(one.dtype)
-        self.result = torch.empty(one.row_shape, dtype=one.dtype, device=device)
+    def __init__(self, one: Instruction, result: torch.Tensor, is_fused: bool) -> None:
+        self.one, self.result, self.wide = one, result, accumulates_in(one.dtype)
         self.is_wide = self.wide == one.dtype
-        self.is_straight = adds_straight(one, device.type)
+        self.is_straight = adds_straight(one, result.device.type)
         self.total = self.result if self.is_wide else self._new(self.wide)
         self.partial: torch.Tensor | None = None
         self.cast: torch.Tensor | None = None
@@ -144,22 +143,16 @@ class _Execution:
         self.sums: dict[int, _RowSum | RunningStatistics] = {}
         self.statistics: dict[str, RunningStatistics] = {}
         for place, number in enumerate(self.program.results):
-            self._make_result(number, number in fused, call.format_of(place))
+            one = self.program[number]
+            if one.op in STATISTICS:
+                made = RunningStatistics(one, number, self.device)
+                self.sums[number] = self.statistics.setdefault(repr(one.args), made)
+            elif one.kind == "sum":
+                self.sums[number] = _RowSum(one, call.new_result(place), number in fused)
+            else:
+                self.results[number] = call.new_result(place)
         self.memory: dict[int, torch.Tensor] = {}
         self.counted: CountedRows | None = None
-
-    def _make_result(self, number: int, is_fused: bool, form: torch.memory_format) -> None:
-        one = self.program[number]
-        if one.op in STATISTICS:
-            made = RunningStatistics(one, number, self.device)
-            self.sums[number] = self.statistics.setdefault(repr(one.args), made)
-        elif one.kind == "sum":
-            self.sums[number] = _RowSum(one, self.device, is_fused)
-        else:
-            shape = (self.total, *one.row_shape)
-            self.results[number] = torch.empty(
-                shape, dtype=one.dtype, device=self.device, memory_format=form
-            )
 
     def slots(self, rows: int, of_chunk: bool) -> dict[int, torch.Tensor]:
         """New memory for the slots of a chunk, or for those of a tile."""
@@ -323,13 +316,8 @@ def kernels_called(*args: Any, **kwargs: Any) -> list[Kernel]:
 
 
 def _fake(*args: Any, **kwargs: Any) -> list[torch.Tensor]:
-    call, made = RowsCall(*args, **kwargs), []
-    for place, number in enumerate(call.program.results):
-        one = call.program[number]
-        shape = one.row_shape if one.kind == "sum" else (call.total, *one.row_shape)
-        like, form = call.rows[0], call.format_of(place)
-        made.append(torch.empty(shape, dtype=one.dtype, device=like.device, memory_format=form))
-    return made
+    call = RowsCall(*args, **kwargs)
+    return [call.new_result(place) for place in range(len(call.program.results))]
 
 
 @define(

@@ -22,7 +22,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from math import prod
 from typing import Any, Literal, TypeVar
 
@@ -70,6 +70,11 @@ class Instruction:
     def numel(self) -> int:
         """Elements of the result, for one row."""
         return prod(self.row_shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the result, for one row."""
+        return self.numel * self.dtype.itemsize
 
     def arguments(self, value: Callable[[int], Any], rows: int) -> tuple[Any, dict[str, Any]]:
         """The arguments, by position and by name, with values in place of references."""
@@ -163,77 +168,41 @@ def with_values(thing: Any, value: Callable[[int], Any], rows: int) -> Any:
     return map_aggregate(thing, found)
 
 
+_HELD: dict[str, Any] = {
+    f"@{kind.__name__}": kind for kind in (Ref, RowCount, Instruction, Ignored, Program)
+}
+
+
 def _encoded(thing: Any) -> Any:
-    """An argument, or a part of one that is no list."""
-    if isinstance(thing, Ref):
-        return {"value": thing.number}
-    if isinstance(thing, RowCount):
-        return {"rows": 0}
-    if isinstance(thing, torch.dtype):
-        return {"dtype": str(thing).removeprefix("torch.")}
-    if isinstance(thing, torch.device):
-        return {"device": str(thing)}
-    if isinstance(thing, (int, float, str, type(None))):
-        return thing
+    """What JSON has no form for: the name of its type, and what it is made of."""
+    name = f"@{type(thing).__name__}"
+    if name in _HELD:
+        return {name: [getattr(thing, each.name) for each in fields(thing)]}
+    if name in ("@dtype", "@device"):
+        return {name: str(thing).removeprefix("torch.")}
     raise TypeError(f"a program cannot hold a {type(thing).__name__}")
 
 
-def _decoded(thing: Any) -> Any:
-    if isinstance(thing, list):
-        return [_decoded(part) for part in thing]
-    if not isinstance(thing, dict):
-        return thing
-    ((what, value),) = thing.items()
-    if what == "value":
-        return Ref(value)
-    if what == "dtype":
-        return getattr(torch, value)
-    return torch.device(value) if what == "device" else RowCount()
-
-
-def _encoded_instruction(one: Instruction) -> list[Any]:
-    args, named = map_aggregate((one.args, dict(one.kwargs)), _encoded)
-    return [one.op, args, named, one.kind, one.row_shape, str(one.dtype).removeprefix("torch.")]
-
-
-def _decoded_instruction(given: list[Any]) -> Instruction:
-    op, args, kwargs, kind, row_shape, dtype = given
-    named = {key: _decoded(value) for key, value in kwargs.items()}
-    return Instruction(
-        op, tuple(_decoded(args)), named, kind, tuple(row_shape), getattr(torch, dtype)
-    )
+def _decoded(thing: dict[str, Any]) -> Any:
+    nothing: tuple[str, Any] = "", None
+    name, parts = next(iter(thing.items()), nothing)
+    if name in _HELD:
+        return _HELD[name](*(tuple(x) if isinstance(x, list) else x for x in parts))
+    if name == "@dtype":
+        return getattr(torch, parts)
+    return torch.device(parts) if name == "@device" else thing
 
 
 def dump(program: Program) -> str:
     """The program as text; raises TypeError where an argument is none that text can hold."""
-    text: dict[str, Any] = {
-        "inputs": [program.num_rows, program.num_whole],
-        "setup": [_encoded_instruction(one) for one in program.setup],
-        "loop": [_encoded_instruction(one) for one in program.loop],
-        "results": list(program.results),
-    }
-    if (left_out := program.ignored) is not None:
-        text["ignored"] = [left_out.label, left_out.number, left_out.inputs, left_out.results]
-    return json.dumps(text, separators=(",", ":"))
+    return json.dumps(program, default=_encoded, separators=(",", ":"))
 
 
 @functools.lru_cache(maxsize=512)
 def parse(text: str) -> Program:
     """The program that `dump` wrote."""
-    given = json.loads(text)
-    num_rows, num_whole = given["inputs"]
-    ignored: Ignored | None = None
-    if "ignored" in given:
-        label, number, inputs, results = given["ignored"]
-        ignored = Ignored(label, number, tuple(inputs), tuple(results))
-    return Program(
-        num_rows,
-        num_whole,
-        setup=tuple(_decoded_instruction(one) for one in given["setup"]),
-        loop=tuple(_decoded_instruction(one) for one in given["loop"]),
-        results=tuple(given["results"]),
-        ignored=ignored,
-    )
+    program: Program = json.loads(text, object_hook=_decoded)
+    return program
 
 
 @functools.cache
