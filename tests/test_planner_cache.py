@@ -40,7 +40,7 @@ def problem() -> Problem:
     return phased_chain(8)
 
 
-def ask(directory: Path, problem: Problem, **changes: Any) -> tuple[Plan, bool]:
+def ask(directory: Path, problem: Problem, /, **changes: Any) -> tuple[Plan, bool]:
     given = {"problem": problem, "budget_bytes": BUDGET, "solver": "greedy", "options": OPTIONS}
     return PlanQuestion(**{**given, **changes}).answer(directory)
 
