@@ -92,22 +92,16 @@ def test_the_peak_is_the_predicted_one_and_within_the_budget() -> None:
     assert {row.times for row in report.moved} >= {1}
 
 
-def test_with_room_nothing_moves() -> None:
-    model, x = made()
-    fxremat.offload(model, (x,), memory_budget=f"{2 * full_peak(model, x)}B", **OPTIONS)
-    assert on_host(model) == []
-
-
 def test_the_more_bytes_the_fewer_weights(caplog: pytest.LogCaptureFixture) -> None:
     counts = []
-    for part in (0.9, 0.4):
+    for part in (2.0, 0.9, 0.4):
         model, x = made()
         budget = int(part * full_peak(model, x))
         with caplog.at_level(logging.INFO, logger="fxremat"):
             fxremat.offload(model, (x,), memory_budget=f"{budget}B", **OPTIONS)
         counts.append(len(on_host(model)))
-    assert 0 < counts[0] <= counts[1]
-    assert f"{counts[1]} of 8 parameters" in caplog.text
+    assert 0 == counts[0] < counts[1] <= counts[2]
+    assert f"{counts[2]} of 8 parameters" in caplog.text
 
 
 def test_a_budget_that_nothing_fits_names_the_least() -> None:
@@ -158,8 +152,8 @@ def test_through_inductor() -> None:
     plain = copy.deepcopy(model)
     plain(x).backward()
     fxremat.offload(model)
-    options = {**OPTIONS, "executor": "inductor", "variants": "none"}
-    options["memory_budget"] = f"{full_peak(plain, x) // 2}B"
+    budget = f"{full_peak(plain, x) // 2}B"
+    options = {**OPTIONS, "executor": "inductor", "variants": "none", "memory_budget": budget}
     torch.compile(model, backend="fxremat", options=options)(x).backward()
     found, expected = ([p.grad for p in one.parameters()] for one in (model, plain))
     assert None not in found

@@ -22,7 +22,7 @@ from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
 from fxremat.planner import SolverOptions
 from fxremat.planner.deadline import interruptible
-from fxremat.planner.plan_cache import PlanCache, PlanQuestion
+from fxremat.planner.plan_cache import PlanQuestion
 from fxremat.planner.plans import make_plan
 from fxremat.whatif.explanation import Explanation
 from tests import strategies
@@ -32,6 +32,7 @@ from tests.small import Stack, seeded
 
 OPTIONS = SolverOptions()
 BUDGET = 25  # store-all takes 33
+SLOWER = replace(phased_chain(8).ops[0], time_us=2.0)
 
 
 @pytest.fixture
@@ -39,14 +40,9 @@ def problem() -> Problem:
     return phased_chain(8)
 
 
-def ask(directory: Path, problem: Problem, **changes: Any) -> tuple[Plan, bool]:
-    given: dict[str, Any] = {"budget_bytes": BUDGET, "solver": "greedy", "options": OPTIONS}
-    return PlanCache(directory).solve(PlanQuestion(problem, **{**given, **changes}))
-
-
-def only_file(directory: Path) -> Path:
-    (path,) = directory.iterdir()
-    return path
+def ask(directory: Path, problem: Problem, /, **changes: Any) -> tuple[Plan, bool]:
+    given = {"problem": problem, "budget_bytes": BUDGET, "solver": "greedy", "options": OPTIONS}
+    return PlanQuestion(**{**given, **changes}).answer(directory)
 
 
 def test_an_answer_is_kept_and_read_back(tmp_path: Path, problem: Problem) -> None:
@@ -69,9 +65,18 @@ def test_every_kind_of_plan_is_read_back(tmp_path: Path, problem: Problem) -> No
             assert check(problem, again.steps).ok
 
 
-def test_the_name_of_the_problem_does_not_matter(tmp_path: Path, problem: Problem) -> None:
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"problem": replace(phased_chain(8), name="another")},
+        {"options": SolverOptions(progress=print)},
+    ],
+)
+def test_names_and_progress_are_no_part_of_the_question(
+    tmp_path: Path, problem: Problem, change: dict[str, Any]
+) -> None:
     ask(tmp_path, problem)
-    assert ask(tmp_path, replace(problem, name="another"))[1]
+    assert ask(tmp_path, problem, **change)[1]
 
 
 @pytest.mark.parametrize(
@@ -83,6 +88,8 @@ def test_the_name_of_the_problem_does_not_matter(tmp_path: Path, problem: Proble
         {"options": SolverOptions(seed=1)},
         {"options": SolverOptions(time_limit_s=100.0)},
         {"options": SolverOptions(start=phased_chain(8).base_steps())},
+        {"problem": phased_chain(9)},
+        {"problem": replace(phased_chain(8), ops=(SLOWER, *phased_chain(8).ops[1:]))},
     ],
 )
 def test_another_question_has_its_own_answer(
@@ -91,13 +98,6 @@ def test_another_question_has_its_own_answer(
     ask(tmp_path, problem)
     assert not ask(tmp_path, problem, **change)[1]
     assert len(list(tmp_path.iterdir())) == 2
-
-
-def test_another_problem_has_its_own_answer(tmp_path: Path, problem: Problem) -> None:
-    ask(tmp_path, problem)
-    assert not ask(tmp_path, phased_chain(9))[1]
-    slower = replace(problem.ops[0], time_us=2.0)
-    assert not ask(tmp_path, replace(problem, ops=(slower, *problem.ops[1:])))[1]
 
 
 @pytest.mark.parametrize("name", ["disk_cache.build", "planner.plan_cache._highspy_version"])
@@ -109,29 +109,13 @@ def test_another_version_asks_again(
     assert not ask(tmp_path, problem)[1]
 
 
-def test_progress_is_no_part_of_the_question(tmp_path: Path, problem: Problem) -> None:
-    ask(tmp_path, problem)
-    assert ask(tmp_path, problem, options=SolverOptions(progress=print))[1]
-
-
-def _cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-20])
-
-
-def _edit(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
-    def damage(path: Path) -> None:
-        data = json.loads(path.read_text())
+def _edit(change: Callable[[dict[str, Any]], None]) -> Callable[[bytes], bytes]:
+    def damaged(content: bytes) -> bytes:
+        data = json.loads(content)
         change(data)
-        path.write_text(json.dumps(data))
+        return json.dumps(data).encode()
 
-    return damage
-
-
-def _be(content: bytes) -> Callable[[Path], None]:
-    def damage(path: Path) -> None:
-        path.write_bytes(content)
-
-    return damage
+    return damaged
 
 
 def _swap_first_steps(data: dict[str, Any]) -> None:
@@ -139,11 +123,11 @@ def _swap_first_steps(data: dict[str, Any]) -> None:
     steps[0], steps[1] = steps[1], steps[0]
 
 
-DAMAGE: dict[str, Callable[[Path], None]] = {
-    "empty": _be(b""),
-    "cut off": _cut,
-    "no text": _be(b"\xff\xfe\x00"),
-    "a list": _be(b"[]"),
+DAMAGE: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda content: b"",
+    "cut off": lambda content: content[:-20],
+    "no text": lambda content: b"\xff\xfe\x00",
+    "a list": lambda content: b"[]",
     "another format": _edit(lambda data: data.update(format="fxremat-answer/0")),
     "another question": _edit(lambda data: data["question"].update(seed=9)),
     "no plan": _edit(lambda data: data.pop("answer")),
@@ -166,27 +150,23 @@ def test_a_damaged_file_is_ignored_and_replaced(
     tmp_path: Path, problem: Problem, name: str
 ) -> None:
     plan, _ = ask(tmp_path, problem)
-    DAMAGE[name](only_file(tmp_path))
+    (path,) = tmp_path.iterdir()
+    path.write_bytes(DAMAGE[name](path.read_bytes()))
     assert ask(tmp_path, problem) == (plan, False)
     assert ask(tmp_path, problem) == (plan, True)
-
-
-def slow(seconds: float) -> planner.Solver:
-    """A solver that says it took so long."""
-
-    def solve(problem: Problem, budget: int | None, options: SolverOptions) -> Plan:
-        return make_plan(
-            problem, problem.base_steps(), "slow", budget_bytes=budget, seconds=seconds
-        )
-
-    return solve
 
 
 @pytest.mark.parametrize(("seconds", "kept"), [(4.9, True), (5.0, False), (6.0, False)])
 def test_what_the_time_limit_cut_short_is_not_kept(
     tmp_path: Path, problem: Problem, monkeypatch: pytest.MonkeyPatch, seconds: float, kept: bool
 ) -> None:
-    monkeypatch.setitem(planner.SOLVERS, "slow", slow(seconds))
+    """The solver says that it took so long."""
+
+    def slow(problem: Problem, budget: int | None, options: SolverOptions) -> Plan:
+        steps = problem.base_steps()
+        return make_plan(problem, steps, "slow", budget_bytes=budget, seconds=seconds)
+
+    monkeypatch.setitem(planner.SOLVERS, "slow", slow)
     options = SolverOptions(time_limit_s=5.0)
     ask(tmp_path, problem, solver="slow", options=options)
     assert ask(tmp_path, problem, solver="slow", options=options)[1] == kept

@@ -13,7 +13,7 @@ from itertools import combinations
 
 from fxremat.planner.addresses import Sections
 from fxremat.planner.deadline import Deadline
-from fxremat.planner.milp.highs import Milp, Solution, Status, Term
+from fxremat.planner.milp.highs import Milp, Solution, Term
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def place_exactly(
     solution = programme.milp.solve(deadline, nodes=nodes, gap=0.0)
     if solution.values is None:
         return None
-    return Exact(programme.offsets(solution), solution.status is Status.OPTIMAL)
+    return Exact(programme.offsets(solution), solution.is_optimal)
 
 
 class _Programme:

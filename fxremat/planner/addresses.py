@@ -51,7 +51,7 @@ def drafts_of(buffers: Sequence[Buffer]) -> list[Draft]:
     """A draft of each part of time; raises `ValueError` where two buffers have one name."""
     if len({buffer.name for buffer in buffers}) < len(buffers):
         raise ValueError("two buffers have one name; an offset is found by name")
-    return [Draft.begin(part) for part in split_into_sections(buffers)]
+    return [Draft(part) for part in split_into_sections(buffers)]
 
 
 def placement(buffers: Sequence[Buffer], drafts: Sequence[Draft]) -> Placement:
@@ -68,17 +68,8 @@ class Draft:
     """The best offsets of a part of time so far, in bytes; None for what lies outside."""
 
     sections: Sections
-    offsets: tuple[int | None, ...]
-    arena_bytes: int
-
-    @staticmethod
-    def begin(sections: Sections) -> Draft:
-        """One buffer above the other."""
-        offsets, top = [], 0
-        for size, alignment in zip(sections.size, sections.alignment, strict=True):
-            offsets.append(top + -top % alignment)
-            top = offsets[-1] + size
-        return Draft(sections, tuple(offsets), top)
+    offsets: tuple[int | None, ...] = ()
+    arena_bytes: int = sys.maxsize
 
     def or_better(self, offsets: Sequence[int | None]) -> Draft:
         """This, or these offsets if their arena is smaller."""
@@ -90,10 +81,10 @@ class Draft:
     def by_greedy(self, goal: int, deadline: Deadline, outside: Outside | None = None) -> Draft:
         """The best of the greedy orders; the first that reaches the goal is enough."""
         best = self
-        rounds = max(1, constants.ADDRESS_BUFFERS // len(self.offsets))
+        rounds = max(1, constants.ADDRESS_BUFFERS // len(self.sections.names))
         ways = list(product(orders(self.sections).values(), (False, True)))
-        for order, best_fit in ways[:rounds]:
-            if best.arena_bytes <= goal or not deadline.running():
+        for number, (order, best_fit) in enumerate(ways[:rounds]):
+            if number and (best.arena_bytes <= goal or not deadline.running()):
                 break
             best = best.or_better(place_in_order(self.sections, order, best_fit, outside))
         return best
@@ -240,18 +231,10 @@ def orders(sections: Sections) -> dict[str, list[int]]:
 
 
 def _contention(sections: Sections) -> list[int]:
-    """The most bytes alive in any section of each buffer, by a table of doubled widths."""
-    table = [np.array(sections.live_bytes, dtype=np.int64)]
-    width = 1
-    while 2 * width <= sections.count:
-        last = table[-1]
-        table.append(np.maximum(last[:-width], last[width:]))
-        width *= 2
-    most = []
-    for begin, end in zip(sections.begin, sections.end, strict=True):
-        level = (end - begin).bit_length() - 1
-        row = table[level]
-        most.append(int(max(row[begin], row[end - (1 << level)])))
+    """The most bytes alive in any section of each buffer."""
+    live = np.array((*sections.live_bytes, 0), dtype=np.int64)
+    bounds = np.array((sections.begin, sections.end), dtype=np.int64).T.ravel()
+    most: list[int] = np.maximum.reduceat(live, bounds)[::2].tolist()
     return most
 
 
@@ -340,8 +323,7 @@ class PartialArena:
             live = self._live_of(kept)
             room = int(live.max(initial=0))
             outside = Outside(self.peak_bytes - room, room, live, frozenset(kept), self._bytes)
-            draft = Draft(self._sections, (None,) * len(self._all), sys.maxsize)
-            draft = draft.by_greedy(outside.goal, Deadline(None), outside)
+            draft = Draft(self._sections).by_greedy(outside.goal, Deadline(None), outside)
             found = placement([], [draft])
             if self.total_bytes(found) >= self.total_bytes(best):
                 break

@@ -25,11 +25,11 @@ class Deadline:
 
     def running(self) -> bool:
         """Whether there is time left and nobody pressed Ctrl-C."""
-        return not _interrupted.is_set() and (self.end == math.inf or self.left() > 0)
+        return not _interrupted.is_set() and self.left() > 0
 
     def left(self) -> float:
         """Seconds left; infinite without a limit."""
-        return math.inf if self.end == math.inf else self.end - time.perf_counter()
+        return self.end - time.perf_counter()
 
     def seconds(self) -> float:
         """Seconds since the deadline was made."""

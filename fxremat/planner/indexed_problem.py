@@ -6,6 +6,7 @@ every profile. Outputs stay once written, so they have no gaps and no further co
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -64,6 +65,32 @@ class IndexedProblem:
                 for value in self.reads[op]:
                     last[value] = max(last[value], until)
         return last
+
+    @cached_property
+    def readers(self) -> list[list[int]]:
+        """The ops that read what each op writes."""
+        readers: list[list[int]] = [[] for _ in range(self.n)]
+        for op, reads in enumerate(self.reads):
+            for value in reads:
+                if self.writer[value] != INPUT:
+                    readers[self.writer[value]].append(op)
+        return readers
+
+    @cached_property
+    def alike(self) -> list[list[int]]:
+        """The ops that agree with each in time, workspace, phase, and what they read and write."""
+
+        def signature(op: int) -> object:
+            reads = tuple(sorted(self.bytes[value] for value in self.reads[op]))
+            writes = tuple(self.bytes[value] for value in self.writes[op])
+            phase = self.problem.ops[op].phase
+            return self.time[op], self.workspace[op], self.repeatable[op], phase, reads, writes
+
+        signatures = [signature(op) for op in range(self.n)]
+        classes = defaultdict[object, list[int]](list)
+        for op, its in enumerate(signatures):
+            classes[its].append(op)
+        return [classes[its] for its in signatures]
 
     @cached_property
     def written_bytes(self) -> list[int]:

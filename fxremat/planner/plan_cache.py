@@ -53,6 +53,18 @@ class PlanQuestion:
             "highspy": _highspy_version(),
         }
 
+    def answer(self, directory: Path) -> tuple[Plan, bool]:
+        """The planner's answer, and whether it was read from the files of this directory."""
+        answers, written = Answers(directory), self.written()
+        known = self.claimed(answers.read(written))
+        if known is not None:
+            return known, True
+        started = time.perf_counter()
+        plan = self.solved()
+        if _is_complete(plan, time.perf_counter() - started, self.options):
+            answers.keep(written, plan_to_json(plan))
+        return plan, False
+
     def solved(self) -> Plan:
         """The planner's answer."""
         return solve(self.problem, self.budget_bytes, self.solver, self.options)
@@ -65,25 +77,6 @@ class PlanQuestion:
             if plan is not None and _agrees(plan, claims):
                 return replace(plan, variants=variants)
         return None
-
-
-@dataclass(frozen=True)
-class PlanCache:
-    """A directory of plans."""
-
-    directory: Path
-
-    def solve(self, question: PlanQuestion) -> tuple[Plan, bool]:
-        """The planner's answer, and whether it was read from disk."""
-        answers, written = Answers(self.directory), question.written()
-        known = question.claimed(answers.read(written))
-        if known is not None:
-            return known, True
-        started = time.perf_counter()
-        plan = question.solved()
-        if _is_complete(plan, time.perf_counter() - started, question.options):
-            answers.keep(written, plan_to_json(plan))
-        return plan, False
 
 
 @lru_cache(maxsize=8)

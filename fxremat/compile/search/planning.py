@@ -17,7 +17,7 @@ from fxremat.core.schedule import store_all
 from fxremat.core.timeline import replay
 from fxremat.errors import SolverRefused, VerificationFailed
 from fxremat.planner import ProblemRefused, SolverOptions
-from fxremat.planner.plan_cache import PlanCache, PlanQuestion
+from fxremat.planner.plan_cache import PlanQuestion
 
 log = logging.getLogger(__name__)
 
@@ -102,8 +102,7 @@ class Planning:
                 if caches_disabled():
                     plan, known = question.solved(), False
                 else:
-                    cache = PlanCache(Path(cache_directory()) / "fxremat" / "plans")
-                    plan, known = cache.solve(question)
+                    plan, known = question.answer(Path(cache_directory()) / "fxremat" / "plans")
             except ProblemRefused as refused:
                 raise SolverRefused(question.solver, str(refused)) from refused
         if known:

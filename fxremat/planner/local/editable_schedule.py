@@ -24,9 +24,6 @@ from fxremat.planner.indexed_problem import INPUT
 from fxremat.planner.local.gap_table import GapTable
 from fxremat.planner.local.stage_schedule import ExtraRun, ParetoFront, StageSchedule, Undo
 
-HOLD_RATES = (math.inf, 0.0)
-"""Tried in turn: a read that costs more time per byte is held, and not computed again as well."""
-
 
 class Eviction(NamedTuple):
     """Extra runs to add and to remove so that an op's values need not be held up to a stage.
@@ -41,13 +38,13 @@ class Eviction(NamedTuple):
 
 
 def plan_eviction(
-    state: StageSchedule, op: int, stage: int, rate: float, limit: int, relief: int
+    state: StageSchedule, op: int, stage: int, hold: bool, limit: int, relief: int
 ) -> Eviction:
     """What running ``op`` again in ``stage`` takes: the op and, recursively, those that it needs.
 
     These are the ops whose values it reads and which are not there. A read that cannot be computed
-    again is held longer instead. So is one that costs more time per byte than ``rate``. This is
-    Checkmate's closed form for R given S (arXiv 1910.02653, section 4.7); S is chosen on the way.
+    again is held longer instead. So are, with ``hold``, all that take time. This is Checkmate's
+    closed form for R given S (arXiv 1910.02653, section 4.7); S is chosen on the way.
 
     ``relief`` are the bytes that the eviction frees. A read that could be computed again is held
     longer only while it takes less than that, and while the profile so relieved stays below
@@ -69,7 +66,7 @@ def plan_eviction(
                 continue
             if not model.evictable(read):
                 held[read] = None
-            elif relief > model.bytes[read] and _may_hold(state, read, stage, rate, limit + relief):
+            elif relief > model.bytes[read] and _may_hold(state, read, stage, hold, limit + relief):
                 held[read] = None
                 relief -= model.bytes[read]
             else:
@@ -81,11 +78,10 @@ def plan_eviction(
     return Eviction(tuple((run, stage) for run in add), remove, added, kept)
 
 
-def _may_hold(state: StageSchedule, value: int, stage: int, rate: float, limit: int) -> bool:
+def _may_hold(state: StageSchedule, value: int, stage: int, hold: bool, limit: int) -> bool:
     size, time = state.model.bytes[value], state.model.time[state.model.writer[value]]
-    if time <= rate * size:  # not so where a value of no bytes has any rate
-        return False
-    return state.peak_between(state.held_until(value, stage), stage) + size < limit
+    wanted = time > 0 if hold else not size
+    return wanted and state.peak_between(state.held_until(value, stage), stage) + size < limit
 
 
 def _spared(
@@ -151,14 +147,15 @@ class EditableSchedule:
 
     # -- journal ---------------------------------------------------------------------------
 
-    def mark(self) -> int:
-        """A point to come back to."""
-        return len(self.journal)
+    def change(self, add: tuple[ExtraRun, ...], remove: tuple[ExtraRun, ...]) -> None:
+        """Change the state; the change can be taken back."""
+        self.journal.append(self.state.change(add, remove))
+        self.gaps.refresh(self._touched((*add, *remove)))
 
-    def roll_back(self, mark: int) -> None:
-        """Take back every change since the mark."""
-        touched: set[int] = set()
-        while len(self.journal) > mark:
+    def roll_back(self, length: int = 0) -> None:
+        """Take back every change since the journal was of this length."""
+        touched = set[int]()
+        while len(self.journal) > length:
             undo = self.journal.pop()
             self.state.revert(undo)
             touched |= self._touched((*undo.added, *undo.removed))
@@ -168,13 +165,9 @@ class EditableSchedule:
         """Make every change so far final."""
         self.journal.clear()
 
-    def change(self, add: tuple[ExtraRun, ...], remove: tuple[ExtraRun, ...]) -> None:
-        """Change the state; the change can be taken back."""
-        self.journal.append(self.state.change(add, remove))
-        self.gaps.refresh(self._touched((*add, *remove)))
-
     def _touched(self, runs: Iterable[ExtraRun]) -> set[int]:
-        model, out = self.state.model, set()
+        """The ops whose gaps differ once these runs have come or gone."""
+        model, out = self.state.model, set[int]()
         for op, _ in runs:
             out.add(op)
             out.update(model.writer[value] for value in model.reads[op])
@@ -235,15 +228,15 @@ class EditableSchedule:
         return out
 
     def _score(self, slot: int, worst: int, limit: int) -> tuple[Eviction | None, float]:
-        """The cheaper way to evict a gap's values: run all reads again, or hold the dear ones."""
+        """The cheaper way to evict a gap's values: run reads again as well, or hold them."""
         gaps = self.gaps
         op, stage = int(gaps.op[slot]), int(gaps.next_use[slot])
         relief = int(gaps.bytes[slot])
         best, least = None, math.inf
         if not relief:
             return None, math.inf
-        for rate in HOLD_RATES:
-            eviction = plan_eviction(self.state, op, stage, rate, limit, relief)
+        for hold in (False, True):
+            eviction = plan_eviction(self.state, op, stage, hold, limit, relief)
             score = self._price(eviction, stage, worst, relief)
             if score < least:
                 best, least = eviction, score
@@ -260,12 +253,11 @@ class EditableSchedule:
         return max(eviction.added_time, 1e-9) / relief if relief > 0 else math.inf
 
     def _lowers(self, eviction: Eviction, worst: int, limit: int) -> bool:
-        mark = self.mark()
         self.change(eviction.add, eviction.remove)
         before, after = self.journal[-1].peak, self.state.peak
         if after[worst] < limit and not ((after >= limit) & (after > before)).any():
             return True
-        self.roll_back(mark)
+        self.roll_back(len(self.journal) - 1)
         return False
 
     # -- keep ------------------------------------------------------------------------------
@@ -286,7 +278,7 @@ class EditableSchedule:
             for undo in reversed(done):
                 state.revert(undo)
             return False
-        self.journal.extend(done)
+        self.journal += done
         self.gaps.refresh(self._touched(gone for undo in done for gone in undo.removed))
         return True
 
@@ -356,8 +348,7 @@ def descend_from_store_all(
     front: ParetoFront, target: int, works: Iterable[int], deadline: Deadline
 ) -> None:
     """Paths from store-all, one with each weight of a gap's length in its rank."""
-    store_all = StageSchedule(front.model)
-    front.offer(store_all)
+    front.offer(StageSchedule(front.model))
     for length, work in zip(constants.HALVES, works, strict=False):
         if deadline.running() and front.model.n:
-            descend(EditableSchedule(store_all.copy(), length), front, target, work)
+            descend(EditableSchedule(StageSchedule(front.model), length), front, target, work)

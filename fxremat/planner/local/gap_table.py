@@ -30,13 +30,10 @@ class GapTable:
     def __init__(self, state: StageSchedule) -> None:
         self.state = state
         model = state.model
-        size = max(16, 2 * len(model.bytes))
-        self.op: npt.NDArray[np.int64] = np.zeros(size, dtype=np.int64)
-        self.last_use: npt.NDArray[np.int64] = np.full(size, model.n, dtype=np.int64)
-        self.next_use: npt.NDArray[np.int64] = np.zeros(size, dtype=np.int64)
-        self.bytes: npt.NDArray[np.int64] = np.zeros(size, dtype=np.int64)
-        self.score: npt.NDArray[np.float64] = np.full(size, np.inf)
-        self.free_slots = list(range(size - 1, -1, -1))
+        self.rows: npt.NDArray[np.int64] = np.empty((4, 0), dtype=np.int64)
+        self.score: npt.NDArray[np.float64] = np.empty(0)
+        self.free_slots: list[int] = []
+        self._grow(max(16, 2 * len(model.bytes)))
         self.slots: list[dict[Gap, int]] = [{} for _ in range(model.n)]
         self.values = [
             tuple(v for v in model.writes[op] if model.evictable(v)) for op in range(model.n)
@@ -88,22 +85,19 @@ class GapTable:
 
     def _fill(self, op: int, gap: Gap, scores: dict[int, float]) -> int:
         if not self.free_slots:
-            self._grow()
+            self._grow(self.score.size)
         slot = self.free_slots.pop()
-        self.op[slot] = op
-        self.last_use[slot], self.next_use[slot], self.bytes[slot] = gap
+        self.rows[:, slot] = (op, *gap)
         self.score[slot] = scores.get(gap[1], UNKNOWN)
         return slot
 
-    def _grow(self) -> None:
-        size = len(self.op)
-        none = self.state.model.n
-        self.op = np.concatenate([self.op, np.zeros(size, dtype=np.int64)])
-        self.last_use = np.concatenate([self.last_use, np.full(size, none, dtype=np.int64)])
-        self.next_use = np.concatenate([self.next_use, np.zeros(size, dtype=np.int64)])
-        self.bytes = np.concatenate([self.bytes, np.zeros(size, dtype=np.int64)])
-        self.score = np.concatenate([self.score, np.full(size, np.inf)])
-        self.free_slots.extend(range(2 * size - 1, size - 1, -1))
+    def _grow(self, more: int) -> None:
+        size = self.score.size
+        new = np.full((4, more), self.state.model.n, dtype=np.int64)
+        self.rows = np.hstack([self.rows, new])
+        self.op, self.last_use, self.next_use, self.bytes = self.rows
+        self.score = np.append(self.score, np.full(more, np.inf))
+        self.free_slots.extend(reversed(range(size, size + more)))
 
     def _gaps_of(self, op: int) -> list[Gap]:
         """The op's gaps, one for each next use, with the bytes of all values that a run makes."""

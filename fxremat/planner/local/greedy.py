@@ -6,10 +6,10 @@ never gives a larger peak, nor less time.
 
 from __future__ import annotations
 
+import sys
 import time
-from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
@@ -21,7 +21,6 @@ from fxremat.planner.local.stage_schedule import (
     ExtraRun,
     ParetoFront,
     StageSchedule,
-    steps_of,
 )
 from fxremat.planner.plans import make_plan, remembered
 from fxremat.planner.solvers import SolverOptions
@@ -29,32 +28,22 @@ from fxremat.planner.solvers import SolverOptions
 NAME, QUICK_NAME = "greedy", "quick"
 
 
-@dataclass
+@dataclass(frozen=True)
 class GreedyFront:
-    """The front of one problem; a plan is replayed when it is first asked for."""
+    """The front of one problem, what is proven of every peak, and the seconds that it took."""
 
-    model: IndexedProblem
-    entries: tuple[Entry, ...]
+    front: ParetoFront
     bound: int
     seconds: float
-    plans: dict[int, Plan] = field(default_factory=dict)
 
-    def plan(self, k: int) -> Plan:
-        """Plan ``k``, by increasing time and decreasing peak."""
-        if k not in self.plans:
-            model, runs = self.model, self.entries[k].runs()
-            steps, bound = model.names(steps_of(model.n, runs)), self.bound
-            self.plans[k] = make_plan(
-                model.problem, steps, NAME, seconds=self.seconds, peak_bound_bytes=bound
-            )
-        return self.plans[k]
+    def plan(self, entry: Entry) -> Plan:
+        """The plan of an entry of the front."""
+        problem, steps, bound = self.front.model.problem, self.front.steps(entry), self.bound
+        return make_plan(problem, steps, NAME, seconds=self.seconds, peak_bound_bytes=bound)
 
     def choose(self, budget_bytes: int | None) -> Plan:
         """Least time within the budget, or least peak where nothing fits."""
-        if budget_bytes is None:
-            return self.plan(0)
-        k = bisect_left(self.entries, -budget_bytes, key=lambda entry: -entry.peak)
-        return self.plan(min(k, len(self.entries) - 1))
+        return self.plan(self.front.choose(sys.maxsize if budget_bytes is None else budget_bytes))
 
 
 def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) -> Plan:
@@ -115,7 +104,7 @@ def extra_runs(model: IndexedProblem, steps: Sequence[str]) -> list[ExtraRun]:
 
 
 def _quick_plan(front: ParetoFront, budget_bytes: int | None, started: float) -> Plan:
-    best = front.least() if budget_bytes is None else front.choose(budget_bytes)
+    best = front.choose(sys.maxsize if budget_bytes is None else budget_bytes)
     problem, steps, seconds = front.model.problem, front.steps(best), time.perf_counter() - started
     return make_plan(problem, steps, QUICK_NAME, budget_bytes=budget_bytes, seconds=seconds)
 
@@ -125,19 +114,19 @@ def front(problem: Problem, options: SolverOptions) -> tuple[Plan, ...]:
 
     `solve` chooses from all that were found.
     """
-    front = whole_front(problem, options)
-    last = len(front.entries) - 1
+    known = whole_front(problem, options)
+    entries = known.front.entries[::-1]
+    last = len(entries) - 1
     count = min(last, constants.FRONT_POINTS - 1)
     picks = [round(k * last / count) for k in range(count + 1)] if count else [0]
-    return tuple(front.plan(k) for k in picks)
+    return tuple(known.plan(entries[k]) for k in picks)
 
 
 @remembered
 def whole_front(problem: Problem, options: SolverOptions) -> GreedyFront:
     """The front of a problem, remembered for the last few problems."""
     started = time.perf_counter()
-    model = build_model(problem)
-    front = ParetoFront(model)
-    level_sweep.fill(front, options)
-    bound = max(peak_bound(model), front.exact_peak or 0)
-    return GreedyFront(model, front.final_entries(), bound, time.perf_counter() - started)
+    front = ParetoFront(build_model(problem))
+    least = level_sweep.fill(front, options)
+    bound = max(peak_bound(front.model), least)
+    return GreedyFront(front, bound, time.perf_counter() - started)

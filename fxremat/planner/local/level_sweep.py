@@ -8,8 +8,7 @@ by evicting further.
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise, repeat
 
 from fxremat.core.constants import MEASURABLE
@@ -24,32 +23,37 @@ from fxremat.planner.local.editable_schedule import (
     path_work,
 )
 from fxremat.planner.local.least_peak import optima, search_lower
-from fxremat.planner.local.ruin_and_repair import Improver, RepeatedChanges
+from fxremat.planner.local.ruin_and_repair import Improver
 from fxremat.planner.local.stage_schedule import ExtraRun, ParetoFront, StageSchedule
 from fxremat.planner.solvers import SolverOptions
 
 
-def fill(front: ParetoFront, options: SolverOptions) -> None:
-    """Offer the front everything found; the store-all schedule is always in it."""
+def fill(front: ParetoFront, options: SolverOptions) -> int:
+    """Offer the front everything found; the store-all schedule is always in it.
+
+    Gives the least peak of any schedule where that is proven, else 0.
+    """
     model = front.model
     work, deadline = path_work(model.n), Deadline(options.time_limit_s)
     front.offer(StageSchedule(model))
-    if not model.n or _solve_exactly(front):
-        return
+    found, proven = optima(model)
+    for peak, runs in found:
+        front.add(peak, runs)
+    if proven or not model.n:
+        return found[-1][0] if found else 0
     descend_from_store_all(front, 0, (work, work // 3, work // 3), deadline)
     if deadline.running():
         offer_segments(front, work)
-    repeated_changes = RepeatedChanges(model)
     if deadline.running() and front.least().peak > peak_bound(model):
-        lowest = _improver(front, 0, options.seed * 1000 + 999, repeated_changes)
+        lowest = Improver.at(front, 0, options.seed * 1000 + 999)
         search_lower(lowest, 5 * level_work(model.n))
     targets = _levels(front)
     for k, target in enumerate(targets):
         below = targets[k + 1] if k + 1 < len(targets) else 0
         if deadline.running():
-            improver = _improver(front, target, options.seed * 1000 + k, repeated_changes)
+            improver = Improver.at(front, target, options.seed * 1000 + k)
             _improve(improver, target, below, level_work(model.n))
-    _climb(front, targets, deadline)
+    return 0
 
 
 def fill_for_budget(front: ParetoFront, budget_bytes: int, options: SolverOptions) -> None:
@@ -57,7 +61,7 @@ def fill_for_budget(front: ParetoFront, budget_bytes: int, options: SolverOption
     model, deadline = front.model, Deadline(options.time_limit_s)
     descend_from_store_all(front, budget_bytes, repeat(path_work(model.n) // 3), deadline)
     if deadline.running() and front.best(budget_bytes) is not None:
-        improver = _improver(front, budget_bytes, options.seed, RepeatedChanges(model))
+        improver = Improver.at(front, budget_bytes, options.seed)
         improver.rounds(budget_bytes, improver.search.state.work + level_work(model.n))
 
 
@@ -81,37 +85,8 @@ def fill_from(
     state = search.state
     fits = state.max_peak() <= budget_bytes
     if fits and state.time <= hoped_us * (1 + MEASURABLE):
-        improver = Improver(search, front, options.seed, RepeatedChanges(model))
+        improver = Improver(search, front, options.seed)
         improver.rounds(budget_bytes, state.work + level_work(model.n))
-
-
-def _climb(front: ParetoFront, targets: list[int], deadline: Deadline) -> None:
-    """Leave out the runs of each level's schedule that fit one level higher."""
-    for below, target in pairwise(reversed(targets)):
-        entry = front.best(below)
-        if entry is not None and deadline.running():
-            search = EditableSchedule(front.state(entry))
-            search.keep_what_fits(target)
-            front.offer(search.state)
-
-
-def _improver(
-    front: ParetoFront, target: int, seed: int, repeated_changes: RepeatedChanges
-) -> Improver:
-    """An improver of the best schedule within the target, or of the lowest one."""
-    search = EditableSchedule(front.state(front.choose(target)))
-    return Improver(search, front, seed, repeated_changes)
-
-
-def _solve_exactly(front: ParetoFront) -> bool:
-    """Add the optimal schedules of a small problem; whether these are all, so that none is left."""
-    found, proven = optima(front.model)
-    for peak, runs in found:
-        time = sum(front.model.time) + sum(front.model.time[op] for op, _ in runs)
-        front.add(peak, time, runs)
-    if found and proven:
-        front.exact_peak = found[-1][0]
-    return proven
 
 
 def _improve(improver: Improver, target: int, below: int, work: int) -> None:
@@ -168,11 +143,22 @@ def counts_for(ops: int) -> list[int]:
 
 def segment_runs(store_all: StageSchedule, count: int) -> list[ExtraRun]:
     """The runs that compute each segment again where it is first needed."""
+    model, uses, out = store_all.model, store_all.uses, list[ExtraRun]()
     peak_stage = int(store_all.peak.argmax())
     cuts = _cuts(store_all, peak_stage, count)
-    out: list[ExtraRun] = []
-    for start, stop in zip([0, *cuts], [*cuts, peak_stage + 1], strict=True):
-        out.extend(_segment(store_all, start, stop, peak_stage))
+    for start, stop in pairwise([0, *cuts, peak_stage + 1]):
+        # Values of the segment that no later one reads, and of these what is read after the peak.
+        own = (value for op in range(start, stop) for value in model.writes[op])
+        later = range(stop, peak_stage + 1)
+        local = {v for v in own if model.evictable(v) and not any(u in later for u in uses[v])}
+        dropped = [v for v in local if uses[v] and uses[v][-1] > peak_stage]
+        if dropped:
+            stage = min(use for v in dropped for use in uses[v] if use > peak_stage)
+            again = {model.writer[value] for value in dropped}
+            for op in reversed(range(start, stop)):
+                if op in again:
+                    again.update(model.writer[read] for read in model.reads[op] if read in local)
+            out += [(op, stage) for op in sorted(again)]
     return out
 
 
@@ -197,37 +183,3 @@ def _crossing(model: IndexedProblem, peak_stage: int) -> list[int]:
     writers = ((value, model.writer[value], until) for value, until in last.items())
     spans = ((op + 1, until + 1, model.bytes[v]) for v, op, until in writers if op != INPUT)
     return live_bytes(spans, peak_stage + 1)
-
-
-def _segment(store_all: StageSchedule, start: int, stop: int, peak_stage: int) -> list[ExtraRun]:
-    dropped = list(_dropped(store_all, start, stop, peak_stage))
-    if not dropped:
-        return []
-    stage = min(store_all.uses[v][bisect_right(store_all.uses[v], peak_stage)] for v in dropped)
-    model, found = store_all.model, set()
-    stack = [model.writer[value] for value in dropped]
-    while stack:
-        op = stack.pop()
-        if op in found:
-            continue
-        found.add(op)
-        for read in model.reads[op]:
-            if model.writer[read] >= start and _local(store_all, read, stop, peak_stage):
-                stack.append(model.writer[read])
-    return [(op, stage) for op in sorted(found)]
-
-
-def _dropped(store_all: StageSchedule, start: int, stop: int, peak_stage: int) -> Iterator[int]:
-    """Values of the segment that only it and the stages after the peak stage read."""
-    for op in range(start, stop):
-        for value in store_all.model.writes[op]:
-            uses = store_all.uses[value]
-            if uses and uses[-1] > peak_stage and _local(store_all, value, stop, peak_stage):
-                yield value
-
-
-def _local(store_all: StageSchedule, value: int, stop: int, peak_stage: int) -> bool:
-    """Whether the value can be computed again and no later segment reads it."""
-    uses = store_all.uses[value]
-    k = bisect_right(uses, peak_stage)
-    return store_all.model.evictable(value) and (k == 0 or uses[k - 1] < stop)

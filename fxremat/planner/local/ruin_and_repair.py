@@ -15,12 +15,11 @@ values directly. Every alike pair of writer and reader gives one place.
 
 from __future__ import annotations
 
-import math
 import random
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -29,87 +28,55 @@ from fxremat.planner import constants
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.indexed_problem import IndexedProblem
 from fxremat.planner.local.editable_schedule import EditableSchedule, plan_eviction
-from fxremat.planner.local.stage_schedule import ExtraRun, ParetoFront, StageSchedule, Undo
+from fxremat.planner.local.stage_schedule import ExtraRun, ParetoFront, Undo
+
+Change = tuple[tuple[ExtraRun, ...], tuple[ExtraRun, ...]]
+"""Extra runs that are added, and extra runs that are removed."""
 
 
-@dataclass(frozen=True)
-class RunChange:
-    """Extra runs that a change added and removed."""
-
-    add: tuple[ExtraRun, ...]
-    remove: tuple[ExtraRun, ...]
-
-    @staticmethod
-    def of(journal: Iterable[Undo]) -> RunChange:
-        """The net change of a journal."""
-        net = Counter[ExtraRun]()
-        for undo in journal:
-            net.update(undo.added)
-            net.subtract(undo.removed)
-        add = tuple(run for run, count in net.items() if count > 0)
-        return RunChange(add, tuple(run for run, count in net.items() if count < 0))
-
-    def on(self, state: StageSchedule) -> tuple[tuple[ExtraRun, ...], tuple[ExtraRun, ...]]:
-        """The part of the change that the state does not have yet."""
-        add = tuple(run for run in self.add if run[0] not in state.extra[run[1]])
-        return add, tuple(run for run in self.remove if run[0] in state.extra[run[1]])
+def net_change(journal: Iterable[Undo]) -> Change:
+    """What a journal has added and removed in all."""
+    net = Counter[ExtraRun]()
+    for undo in journal:
+        net.update(undo.added)
+        net.subtract(undo.removed)
+    add = tuple(run for run, count in net.items() if count > 0)
+    return add, tuple(run for run, count in net.items() if count < 0)
 
 
-class RepeatedChanges:
-    """Classes of alike ops."""
-
-    def __init__(self, model: IndexedProblem) -> None:
-        self.model = model
-        signatures: dict[object, list[int]] = {}
-        for op in range(model.n):
-            signatures.setdefault(_signature(model, op), []).append(op)
-        self.alike: list[list[int]] = [[] for _ in range(model.n)]
-        for ops in signatures.values():
-            for op in ops:
-                self.alike[op] = ops
-        self.readers: list[list[int]] = [[] for _ in range(model.n)]
-        for op, reads in enumerate(model.reads):
-            for value in reads:
-                if model.writer[value] >= 0:
-                    self.readers[model.writer[value]].append(op)
-
-    def of(self, change: RunChange) -> Iterator[RunChange]:
-        """The change, moved to every other place where alike ops stand."""
-        anchors = (
-            (op, stage)
-            for op, stage in (*change.add, *change.remove)
-            if stage in self.readers[op] and len(self.alike[op]) > 1
-        )
-        op, stage = next(anchors, (0, 0))
-        for other in self.alike[op] if stage else ():
-            alike = (r for r in self.readers[other] if self.alike[r] is self.alike[stage])
-            reader = next(alike, None)
-            if other != op and reader is not None:
-                offsets = other - op, reader - stage
-                add, remove = (self._move(runs, *offsets) for runs in (change.add, change.remove))
-                if add or remove:
-                    yield RunChange(add, remove)
-
-    def _move(self, runs: tuple[ExtraRun, ...], ops: int, stages: int) -> tuple[ExtraRun, ...]:
-        out = []
-        for op, stage in runs:
-            to, at = self._nearest(op, op + ops), self._nearest(stage, stage + stages)
-            if to is not None and at is not None and to < at:
-                out.append((to, at))
-        return tuple(dict.fromkeys(out))
-
-    def _nearest(self, op: int, position: int) -> int | None:
-        alike = self.alike[op]
-        k = bisect_left(alike, position)
-        near = min(alike[max(0, k - 1) : k + 1], key=lambda other: abs(other - position))
-        return near if abs(near - position) <= 4 else None
+def repeated(model: IndexedProblem, change: Change) -> Iterator[Change]:
+    """The change, moved to every other place where alike ops stand."""
+    alike, readers = model.alike, model.readers
+    anchors = (
+        (op, stage)
+        for runs in change
+        for op, stage in runs
+        if stage in readers[op] and len(alike[op]) > 1
+    )
+    op, stage = next(anchors, (0, 0))
+    for other in alike[op] if stage else ():
+        reader = next((r for r in readers[other] if alike[r] is alike[stage]), None)
+        if other != op and reader is not None:
+            add, remove = (_moved(model, runs, other - op, reader - stage) for runs in change)
+            if add or remove:
+                yield add, remove
 
 
-def _signature(model: IndexedProblem, op: int) -> object:
-    reads = tuple(sorted(model.bytes[value] for value in model.reads[op]))
-    writes = tuple(model.bytes[value] for value in model.writes[op])
-    phase = model.problem.ops[op].phase
-    return model.time[op], model.workspace[op], model.repeatable[op], phase, reads, writes
+def _moved(
+    model: IndexedProblem, runs: tuple[ExtraRun, ...], ops: int, stages: int
+) -> tuple[ExtraRun, ...]:
+    """The runs, moved by so many ops and stages; without those that have no alike op there."""
+    moved = ((_nearest(model, op, ops), _nearest(model, stage, stages)) for op, stage in runs)
+    pairs = ((op, stage) for op, stage in moved if op is not None and stage is not None)
+    return tuple(dict.fromkeys((op, stage) for op, stage in pairs if op < stage))
+
+
+def _nearest(model: IndexedProblem, op: int, offset: int) -> int | None:
+    """The op alike that is nearest to the place, if it is near."""
+    alike, position = model.alike[op], op + offset
+    k = bisect_left(alike, position)
+    near = min(alike[max(0, k - 1) : k + 1], key=lambda other: abs(other - position))
+    return near if abs(near - position) <= 4 else None
 
 
 NO_LIMIT = 1 << 62
@@ -124,12 +91,15 @@ class Improver:
     search: EditableSchedule
     front: ParetoFront
     seed: int
-    repeated_changes: RepeatedChanges
-    random: random.Random = field(init=False)
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
         self.normal = np.random.default_rng(self.seed)
+
+    @staticmethod
+    def at(front: ParetoFront, target: int, seed: int) -> Improver:
+        """An improver of the best schedule within the target, or of the lowest one."""
+        return Improver(EditableSchedule(front.state(front.choose(target))), front, seed)
 
     def rounds(self, target: int, work: int) -> None:
         """A few hundred rounds and so much work at most, fewer where they win nothing any more.
@@ -151,11 +121,11 @@ class Improver:
         before = search.state.time
         self.ruin()
         if not self._repair(target, before):
-            search.roll_back(0)
+            search.roll_back()
             return
         self.front.offer(search.state)
         if search.state.time < before - 1e-9 * before:
-            self._repeat(RunChange.of(search.journal), target)
+            self._repeat(net_change(search.journal), target)
 
     def ruin(self) -> None:
         """Ruin a part of the state, and rank gaps in another way for its repair."""
@@ -185,9 +155,9 @@ class Improver:
         if not len(slots):
             return
         slot = slots[self.random.randrange(len(slots))]
-        rate = self.random.choice((0.0, 0.0, math.inf))
+        hold = self.random.choice((True, True, False))
         op, stage = int(gaps.op[slot]), int(gaps.next_use[slot])
-        eviction = plan_eviction(state, op, stage, rate, NO_LIMIT, int(gaps.bytes[slot]))
+        eviction = plan_eviction(state, op, stage, hold, NO_LIMIT, int(gaps.bytes[slot]))
         self.search.change(eviction.add, eviction.remove)
 
     # -- repair ----------------------------------------------------------------------------
@@ -214,27 +184,25 @@ class Improver:
         near = {s for stage in stages for s in range(stage - 2, stage + 3) if 0 <= s < len(extra)}
         return [(op, stage) for stage in sorted(near) for op in extra[stage]]
 
-    def _repeat(self, change: RunChange, target: int) -> None:
-        for other in self.repeated_changes.of(change):
-            search = self.search
+    def _repeat(self, change: Change, target: int) -> None:
+        search, state = self.search, self.search.state
+        for moved_add, moved_remove in repeated(state.model, change):
             search.commit()
-            before = search.state.time
-            add, remove = other.on(search.state)
+            before = state.time
+            add = tuple(run for run in moved_add if run[0] not in state.extra[run[1]])
+            remove = tuple(run for run in moved_remove if run[0] in state.extra[run[1]])
             if not add and not remove:
                 continue
             search.change(add, remove)
             search.remove_unread(add)
             if self._repair(target, before):
-                self.front.offer(search.state)
+                self.front.offer(state)
             else:
-                search.roll_back(0)
+                search.roll_back()
 
 
 def polish(front: ParetoFront, budget: int, seed: int, deadline: Deadline) -> None:
     """Improve the best schedule of the front within the budget, if there is one."""
-    best = front.best(budget)
-    if best is None or not deadline.running():
-        return
-    search = EditableSchedule(front.state(best))
-    improver = Improver(search, front, seed, RepeatedChanges(front.model))
-    improver.rounds(budget, 3 * constants.WORK // 5 + 100 * front.model.n)
+    if front.best(budget) is not None and deadline.running():
+        work = 3 * constants.WORK // 5 + 100 * front.model.n
+        Improver.at(front, budget, seed).rounds(budget, work)

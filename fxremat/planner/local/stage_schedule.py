@@ -14,7 +14,6 @@ live at the start of stage ``t``.
 
 from __future__ import annotations
 
-import copy
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -25,7 +24,6 @@ import numpy as np
 import numpy.typing as npt
 
 from fxremat.planner.indexed_problem import INPUT, IndexedProblem, live_bytes
-from fxremat.planner.plans import not_beaten
 
 ExtraRun = tuple[int, int]
 """(op, stage): one extra run."""
@@ -68,18 +66,13 @@ class StageSchedule:
             self._insert(run)
         self.spans = [self._spans(value) for value in range(len(model.bytes))]
         """The stages over which each copy of each value is held, in order."""
-        self.bytes_at_start = np.zeros(model.n + 1, dtype=np.int64)
-        self.peak = np.zeros(model.n, dtype=np.int64)
-        self._rebuild()
-
-    def copy(self) -> StageSchedule:
-        """The same schedule, to be changed by itself; made with much less work than anew."""
-        other = copy.copy(self)
-        for name in ("extra", "runs", "uses"):
-            setattr(other, name, [list(each) for each in getattr(self, name)])
-        other.spans = list(self.spans)
-        other.bytes_at_start, other.peak = self.bytes_at_start.copy(), self.peak.copy()
-        return other
+        count = model.n + 1
+        held = [(0, count, model.problem.resident_bytes)]
+        for size, spans in zip(model.bytes, self.spans, strict=True):
+            held += ((start + 1, stop + 1, size) for start, stop in spans)
+        self.bytes_at_start = np.array(live_bytes(held, count), dtype=np.int64)
+        peaks = [self._simulate(stage) for stage in range(model.n)]
+        self.peak = np.array(peaks, dtype=np.int64)
 
     # -- questions -------------------------------------------------------------------------
 
@@ -100,44 +93,21 @@ class StageSchedule:
         op = model.writer[value]
         if model.is_output[value]:
             return [(op, model.n)]
-        if op == INPUT:
-            return [(-1, uses[-1] if uses else 0)]
-        runs = self.runs[op]
-        if len(runs) == 1:
-            return [(op, uses[-1] if uses else op)]
-        out = []
-        for k, start in enumerate(runs):
-            last = len(uses) if k + 1 == len(runs) else bisect_left(uses, runs[k + 1])
-            out.append((start, max(start, uses[last - 1]) if last else start))
-        return out
-
-    def runs_at(self, op: int, stage: int) -> bool:
-        """Whether the op runs in the stage."""
-        runs = self.runs[op]
-        k = bisect_left(runs, stage)
-        return k < len(runs) and runs[k] == stage
+        runs = [-1] if op == INPUT else self.runs[op]
+        before = [*(bisect_left(uses, run) for run in runs[1:]), len(uses)]
+        lasts = (uses[count - 1] if count else 0 for count in before)
+        return [(run, max(run, last)) for run, last in zip(runs, lasts, strict=True)]
 
     def live_in(self, value: int, stage: int) -> bool:
         """Whether a copy is live at the start of the stage."""
-        model, op = self.model, self.model.writer[value]
-        if model.is_output[value]:
-            return op < stage
-        uses = self.uses[value]
-        k = bisect_left(uses, stage)
-        if k == len(uses):
-            return False
-        if op == INPUT:
-            return True
-        runs = self.runs[op]
-        j = bisect_left(runs, stage)
-        return j > 0 and (j == len(runs) or uses[k] < runs[j])
+        spans = self.spans[value]
+        k = bisect_left(spans, (stage,))
+        return k > 0 and spans[k - 1][1] >= stage
 
     def available(self, value: int, stage: int) -> bool:
         """Whether an op of the stage may read the value without any further run."""
-        if self.live_in(value, stage):
-            return True
         op = self.model.writer[value]
-        return op != INPUT and self.runs_at(op, stage)
+        return self.live_in(value, stage) or (op != INPUT and stage in self.runs[op])
 
     def peak_between(self, since: int, stage: int) -> int:
         """The highest peak strictly between two stages; -1 where none is between."""
@@ -146,13 +116,10 @@ class StageSchedule:
 
     def held_until(self, value: int, stage: int) -> int:
         """The stage up to which the last copy made before ``stage`` is held."""
-        op, uses = self.model.writer[value], self.uses[value]
+        uses, spans = self.uses[value], self.spans[value]
         k = bisect_left(uses, stage)
-        last = uses[k - 1] if k else -1
-        if op == INPUT:
-            return last
-        runs = self.runs[op]
-        return max(last, runs[bisect_left(runs, stage) - 1])
+        start, _ = spans[bisect_left(spans, (stage,)) - 1]
+        return max(start, uses[k - 1]) if k else start
 
     def is_read(self, run: ExtraRun) -> bool:
         """Whether a copy that the run makes is read before the op runs again."""
@@ -221,15 +188,6 @@ class StageSchedule:
 
     # -- the profile -----------------------------------------------------------------------
 
-    def _rebuild(self) -> None:
-        count, sizes = self.model.n + 1, self.model.bytes
-        held = [(0, count, self.model.problem.resident_bytes)]
-        for size, spans in zip(sizes, self.spans, strict=True):
-            held += ((start + 1, stop + 1, size) for start, stop in spans)
-        self.bytes_at_start[:] = live_bytes(held, count)
-        for stage in range(self.model.n):
-            self.peak[stage] = self._simulate(stage)
-
     def _move(self, value: int, old: list[Span], new: list[Span], dirty: set[int]) -> None:
         if old == new:
             return
@@ -250,7 +208,15 @@ class StageSchedule:
             return int(self.bytes_at_start[stage]) + model.own_bytes[stage]
         order = (*extra, stage)
         self.work += 4 * len(order)
-        dies = self._deaths(order, stage)
+        last = {
+            value: step
+            for step, op in enumerate(order)
+            for value in (*model.reads[op], *model.writes[op])
+        }
+        dies: list[list[int]] = [[] for _ in order]
+        for value, step in last.items():
+            if not kept[value] and not self.live_in(value, stage + 1):
+                dies[step].append(value)
         live, worst = int(self.bytes_at_start[stage]), 0
         for step, op in enumerate(order):
             first = op == stage
@@ -267,19 +233,6 @@ class StageSchedule:
             for value in ends:
                 live -= sizes[value]
         return worst
-
-    def _deaths(self, order: tuple[int, ...], stage: int) -> list[list[int]]:
-        """Values whose copy ends at each step of a stage."""
-        model, kept = self.model, self.model.is_output
-        last: dict[int, int] = {}
-        for step, op in enumerate(order):
-            for value in (*model.reads[op], *model.writes[op]):
-                last[value] = step
-        dies: list[list[int]] = [[] for _ in order]
-        for value, step in last.items():
-            if not kept[value] and not self.live_in(value, stage + 1):
-                dies[step].append(value)
-        return dies
 
 
 # -- the front of peak and time --------------------------------------------------------------
@@ -307,28 +260,28 @@ class ParetoFront:
     """
 
     model: IndexedProblem
-    exact_peak: int | None = None
-    """The least peak of any schedule, once it is proven."""
     entries: list[Entry] = field(default_factory=list)
 
     def offer(self, state: StageSchedule) -> None:
         """Keep the state's schedule unless another is as good in both."""
-        peak, time = state.max_peak(), state.time
-        if self._wants(peak, time):
-            self.add(peak, time, state.all_extra())
-
-    def add(self, peak: int, time: float, runs: list[ExtraRun]) -> None:
-        """Keep a schedule, in stage form or not, unless another is as good in both."""
-        if self._wants(peak, time):
-            start = bisect_left(self.entries, peak, key=lambda other: other.peak)
-            worse = takewhile(lambda other: other.time >= time, self.entries[start:])
-            entry = Entry(peak, time, np.array(runs, dtype=np.int32).reshape(-1, 2))
-            self.entries[start : start + sum(1 for _ in worse)] = [entry]
-
-    def _wants(self, peak: int, time: float) -> bool:
+        peak = state.max_peak()
         best = self.best(peak)
         # Sums of the same times in another order differ in the last digits.
-        return best is None or time < best.time * (1 - 1e-12)
+        if best is None or state.time < best.time * (1 - 1e-12):
+            self.add(peak, state.all_extra())
+
+    def add(self, peak: int, runs: list[ExtraRun]) -> None:
+        """Keep a schedule, in stage form or not, unless another is as good in both."""
+        time = sum(self.model.time[op] for op in steps_of(self.model.n, runs))
+        self.insert(Entry(peak, time, np.array(runs, dtype=np.int32).reshape(-1, 2)))
+
+    def insert(self, entry: Entry) -> None:
+        """Keep an entry unless another is as good in both."""
+        best = self.best(entry.peak)
+        if best is None or entry.time < best.time:
+            start = bisect_left(self.entries, entry.peak, key=lambda other: other.peak)
+            worse = takewhile(lambda other: other.time >= entry.time, self.entries[start:])
+            self.entries[start : start + sum(1 for _ in worse)] = [entry]
 
     def best(self, peak: int) -> Entry | None:
         """The entry of least time whose peak is at most ``peak``."""
@@ -350,16 +303,6 @@ class ParetoFront:
     def state(self, entry: Entry) -> StageSchedule:
         """The entry as a state to start from."""
         return StageSchedule(self.model, entry.runs())
-
-    def final_entries(self) -> tuple[Entry, ...]:
-        """Entries by increasing time and decreasing peak; times are summed in `replay`'s order."""
-        model = self.model
-
-        def time(entry: Entry) -> float:
-            return sum(model.time[op] for op in steps_of(model.n, entry.runs()))
-
-        rows = [Entry(entry.peak, time(entry), entry.extra) for entry in self.entries]
-        return tuple(rows[k] for k in not_beaten([(row.time, row.peak) for row in rows]))
 
 
 def steps_of(n: int, extra: Iterable[ExtraRun]) -> list[int]:

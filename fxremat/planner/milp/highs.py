@@ -11,7 +11,6 @@ import math
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum
 
 import highspy
 import numpy as np
@@ -43,17 +42,6 @@ def present(*columns: int | None, factor: float = 1.0) -> list[Term]:
     return [(column, factor) for column in columns if column is not None]
 
 
-class Status(Enum):
-    """What became of a programme."""
-
-    OPTIMAL = "optimal"
-    FEASIBLE = "feasible"
-    """Stopped at a limit, with a solution."""
-    UNDECIDED = "undecided"
-    """Stopped at a limit, without a solution."""
-    INFEASIBLE = "infeasible"
-
-
 @dataclass(frozen=True)
 class Solution:
     """The outcome: the best values found, if any, and a bound that holds in any case.
@@ -62,10 +50,10 @@ class Solution:
     to have no solution, minus infinity where nothing is proven.
     """
 
-    status: Status
     values: npt.NDArray[np.float64] | None
     objective: float
     bound: float
+    is_optimal: bool = False
 
     def chosen(self, column: int) -> bool:
         """Whether an integer column of bounds 0 and 1 is 1."""
@@ -165,8 +153,8 @@ class Milp:
         near = replace(self, low=low, high=high)
         found = near.solve(deadline, nodes=nodes, gap=gap, absolute_gap=absolute_gap)
         if found.values is None:
-            return Solution(Status.UNDECIDED, None, FREE, relaxed.bound)
-        return Solution(Status.FEASIBLE, found.values, found.objective, relaxed.bound)
+            return Solution(None, FREE, relaxed.bound)
+        return Solution(found.values, found.objective, relaxed.bound)
 
     def relaxed(self, deadline: Deadline) -> Solution:
         """The optimum of the linear relaxation: all columns continuous."""
@@ -180,8 +168,8 @@ class Milp:
         """HiGHS calls such a programme empty, whatever its rows say."""
         rows = zip(self.row_low, self.row_high, strict=True)
         if all(low <= 0 <= high for low, high in rows):
-            return Solution(Status.OPTIMAL, np.zeros(0), 0.0, 0.0)
-        return Solution(Status.INFEASIBLE, None, FREE, FREE)
+            return Solution(np.zeros(0), 0.0, 0.0, is_optimal=True)
+        return Solution(None, FREE, FREE)
 
     def _highs(
         self,
@@ -229,16 +217,15 @@ class Milp:
         """What HiGHS found. At a limit a solution is no optimum, and no solution is no proof."""
         status, info = highs.getModelStatus(), highs.getInfo()
         if status == highspy.HighsModelStatus.kInfeasible:
-            return Solution(Status.INFEASIBLE, None, FREE, FREE)
+            return Solution(None, FREE, FREE)
         is_lp = not highs.getLp().integrality_
         feasible = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
         values = np.array(highs.getSolution().col_value) if feasible else None
         objective = info.objective_function_value if feasible else FREE
-        if status == highspy.HighsModelStatus.kOptimal:
-            bound = objective if is_lp else info.mip_dual_bound
-            return Solution(Status.OPTIMAL, values, objective, bound)
-        bound = -FREE if is_lp else info.mip_dual_bound
-        return Solution(Status.FEASIBLE if feasible else Status.UNDECIDED, values, objective, bound)
+        is_optimal = status == highspy.HighsModelStatus.kOptimal
+        if is_lp:
+            return Solution(values, objective, objective if is_optimal else -FREE, is_optimal)
+        return Solution(values, objective, info.mip_dual_bound, is_optimal)
 
 
 def _run(highs: highspy.Highs) -> None:

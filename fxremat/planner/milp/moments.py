@@ -58,10 +58,10 @@ def improved(
     known: greedy.GreedyFront, budget_bytes: int | None, options: SolverOptions, deadline: Deadline
 ) -> Plan:
     """The best plan from what the greedy solver found."""
-    plan, problem = known.choose(budget_bytes), known.model.problem
+    plan, problem = known.choose(budget_bytes), known.front.model.problem
     if budget_bytes is None or plan.time_us <= problem.base_time_us:
         return replace(plan, solver=NAME, budget_bytes=budget_bytes)
-    front = ParetoFront(known.model, entries=sorted(known.entries, key=lambda entry: entry.peak))
+    front = replace(known.front, entries=[*known.front.entries])
     return _refined(front, known, budget_bytes, options, deadline)
 
 
@@ -108,8 +108,8 @@ def _refined(
 
 def _join(front: ParetoFront, known: greedy.GreedyFront) -> greedy.GreedyFront:
     """The front with all that the greedy solver found."""
-    for entry in known.entries:
-        front.add(entry.peak, entry.time, entry.runs())
+    for entry in known.front.entries:
+        front.insert(entry)
     return known
 
 

@@ -18,13 +18,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-import numpy.typing as npt
-
 from fxremat.planner import constants
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.indexed_problem import IndexedProblem
-from fxremat.planner.milp.highs import BOUND_MARGIN, SCALE, Milp, Solution, Status, Term, present
+from fxremat.planner.milp.highs import (
+    BOUND_MARGIN,
+    SCALE,
+    Milp,
+    Solution,
+    Term,
+    present,
+)
 
 Affine = tuple[float, list[Term]]
 """A constant, and the terms that are added to it."""
@@ -268,30 +272,20 @@ class Relaxation:
         In objective and bound, `SCALE` stands for the time of store-all.
         """
         if not self.fits:
-            return Solution(Status.INFEASIBLE, None, float("inf"), float("inf"))
+            return Solution(None, float("inf"), float("inf"))
         enough = near_us * SCALE / max(self.model.problem.base_time_us, 1e-9)
-        few = constants.NODES // 8
+        few, gap = constants.NODES // 8, constants.RELAXATION_GAP
         if len(self.milp.cost) <= constants.MANY_COLUMNS // 2:
             nodes = constants.NODES if len(self.points) == 1 else few
-            return self._solved(deadline, nodes, enough)
-        gap = constants.RELAXATION_GAP
+            return self.milp.solve(deadline, nodes=nodes, gap=gap, absolute_gap=enough)
         near = self.milp.solve_near(deadline, nodes=few, gap=gap, absolute_gap=enough)
         close = near.objective - near.bound <= max(enough, 10 * gap * SCALE)
         if close or len(self.milp.cost) > constants.MANY_COLUMNS:
             return near
-        found = self._solved(deadline, few, enough, near.values)
-        return found if found.values is not None else replace(near, bound=found.bound)
-
-    def _solved(
-        self,
-        deadline: Deadline,
-        nodes: int,
-        enough: float,
-        start: npt.NDArray[np.float64] | None = None,
-    ) -> Solution:
-        return self.milp.solve(
-            deadline, nodes=nodes, gap=constants.RELAXATION_GAP, absolute_gap=enough, start=start
+        found = self.milp.solve(
+            deadline, nodes=few, gap=gap, absolute_gap=enough, start=near.values
         )
+        return found if found.values is not None else replace(near, bound=found.bound)
 
     def time_bound_us(self, solution: Solution) -> float:
         """Time of any schedule within the budget: at least this; infinite if there is none."""

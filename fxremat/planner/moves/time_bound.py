@@ -18,7 +18,7 @@ window after it starts no sooner; stalls and repeats before and after are parts 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from fxremat.core.problem import Problem
 from fxremat.core.timeline import transfer_us
@@ -62,8 +62,6 @@ def relax(problem: Problem, budget_bytes: int, deadline: Deadline) -> Relaxed:
 class MovingRelaxation(Relaxation):
     """The MILP of one budget and some program points, with moves."""
 
-    fetch: list[dict[int, int]] = field(default_factory=list)
-
     def __post_init__(self) -> None:
         problem = self.model.problem
         self.copies = problem.copies
@@ -79,14 +77,14 @@ class MovingRelaxation(Relaxation):
         ]
         self.lives_there = [name in host for name in names]
         self.added = self.milp.real(cost=1.0, high=float("inf"))
-        for stage in self.points:
-            self.fetch.append(
-                {
-                    value: self.milp.binary()
-                    for value, op in enumerate(self.model.writer)
-                    if op <= stage < self.model.last_needs[value] and self.may_move[value]
-                }
-            )
+        self.fetch = [
+            {
+                value: self.milp.binary()
+                for value, op in enumerate(self.model.writer)
+                if op <= stage < self.model.last_needs[value] and self.may_move[value]
+            }
+            for stage in self.points
+        ]
         super().__post_init__()
         self.per_us = SCALE / max(problem.base_time_us, 1e-9)
         self._ops_take_time()
@@ -114,18 +112,12 @@ class MovingRelaxation(Relaxation):
 
     def _ops_take_time(self) -> None:
         """added >= sum(time of q rerun[q, j]);  base + added >= sum(time back of v fetch[v, j])"""
-        runs = [
-            (column, -self.model.time[op] * self.per_us)
-            for window in self.rerun
-            for op, column in window.items()
-        ]
-        self.milp.row([(self.added, 1.0), *runs], low=0.0)
-        fetches = [
-            (column, -self._us(value, back=True))
-            for window in self.fetch
-            for value, column in window.items()
-        ]
-        self.milp.row([(self.added, 1.0), *fetches], low=-SCALE)
+        runs = (item for window in self.rerun for item in window.items())
+        work = [(column, -self.model.time[op] * self.per_us) for op, column in runs]
+        self.milp.row([(self.added, 1.0), *work], low=0.0)
+        fetches = (item for window in self.fetch for item in window.items())
+        back = [(column, -self._us(value, back=True)) for value, column in fetches]
+        self.milp.row([(self.added, 1.0), *back], low=-SCALE)
 
     def _engines_take_time(self, j: int) -> None:
         """away[v, j] >= fetch[v, i] - held[v, j] - sum(rerun[writer of v, k], k >= j)

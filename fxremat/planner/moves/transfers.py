@@ -17,6 +17,7 @@ those of them that an op writes leave as soon as they are written.
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -27,9 +28,6 @@ import numpy.typing as npt
 from fxremat.core.problem import Problem
 from fxremat.core.schedule import Move, Step
 from fxremat.core.timeline import Timeline, replay, transfer_us
-
-ANY = 2**62
-"""A budget that is none."""
 
 
 @dataclass(frozen=True)
@@ -48,14 +46,16 @@ def place(problem: Problem, items: Sequence[Item], budget_bytes: int | None) -> 
     Without regard to time, the fewest bytes are those of `synchronous`; a schedule that needs no
     more than the budget there is within it here.
     """
-    best = replay(problem, synchronous(problem, items))
+    route = _Route.of(problem, items)
+    best = replay(problem, route.synchronous())
     if len(best.steps) == len(items):
         return best
-    route = _Route.of(problem, items, best)
-    budget = ANY if budget_bytes is None else budget_bytes
-    delays = [0.0] * len(route.ops)
+    pairs = zip(best.steps, best.live_bytes, strict=True)
+    live = np.array([size for step, size in pairs if isinstance(step, str)], dtype=np.int64)
+    budget = sys.maxsize if budget_bytes is None else budget_bytes
+    delays = [0.0] * len(live)
     for _ in range(3):  # placed anew by the times at which ops really ran
-        line = replay(problem, route.steps(*route.placed(budget, delays)))
+        line = replay(problem, route.steps(live.copy(), budget, delays))
         fits = line.peak_bytes <= max(budget, best.peak_bytes)
         if fits and line.time_us < best.time_us:
             best = line
@@ -65,31 +65,7 @@ def place(problem: Problem, items: Sequence[Item], budget_bytes: int | None) -> 
 
 def synchronous(problem: Problem, items: Sequence[Item]) -> tuple[Step, ...]:
     """The schedule in which nothing runs beside a transfer: the one of fewest bytes."""
-    fetched = dict.fromkeys(item.value for item in items if isinstance(item, Fetch))
-    leave = {name: -1 for name in (*fetched, *problem.host) if name not in problem.from_host}
-    gone: set[str] = set()
-    for index, item in enumerate(items):  # the last use of the copy that the op wrote
-        if isinstance(item, Fetch):
-            gone.add(item.value)
-            continue
-        op = problem.op_of[item]
-        for name in (*op.writes, *op.reads):
-            if name not in leave or name in gone:
-                continue
-            if name in op.writes and leave[name] >= 0:
-                gone.add(name)  # written again: another copy
-            else:
-                leave[name] = index
-    after = _grouped((index, name) for name, index in leave.items())
-    steps: list[Step] = []
-    for index, item in enumerate(items):
-        if isinstance(item, Fetch):
-            steps += [Move("to device", item.value), Move("wait", item.value)]
-        else:
-            steps.append(item)
-        for name in after.get(index, ()):
-            steps += [Move("to host", name), Move("wait", name)]
-    return tuple(steps)
+    return _Route.of(problem, items).synchronous()
 
 
 def _grouped(pairs: Iterable[tuple[int, str]]) -> dict[int, list[str]]:
@@ -139,7 +115,6 @@ class _Route:
 
     problem: Problem
     ops: list[str]
-    live: npt.NDArray[np.int64]
     leaving: list[_Leaving]
     coming: list[_Coming]
 
@@ -148,10 +123,8 @@ class _Route:
         self.copies, self.sizes = self.problem.copies, self.problem.bytes_of
 
     @staticmethod
-    def of(problem: Problem, items: Sequence[Item], line: Timeline) -> _Route:
+    def of(problem: Problem, items: Sequence[Item]) -> _Route:
         ops = [item for item in items if isinstance(item, str)]
-        live = [n for step, n in zip(line.steps, line.live_bytes, strict=True)
-                if isinstance(step, str)]  # fmt: skip
         leaving: dict[str, _Leaving] = {}
         coming: list[_Coming] = []
         used: dict[str, int] = {}
@@ -176,15 +149,20 @@ class _Route:
                     leaving[name].last = position
             position += 1
         rows = sorted(leaving.values(), key=lambda row: row.born)
-        return _Route(problem, ops, np.array(live, dtype=np.int64), rows, coming)
+        return _Route(problem, ops, rows, coming)
 
-    def placed(
-        self, budget: int, delays: Sequence[float]
-    ) -> tuple[dict[int, list[str]], dict[int, list[str]]]:
-        """Positions of the waits for what leaves, and of the starts of what comes."""
-        live = self.live.copy()
-        starts, waits = self._leave(live, budget, delays)
-        return waits, self._come(live, budget, starts, waits)
+    def synchronous(self) -> tuple[Step, ...]:
+        """The ops with each transfer right after the last use before it, or before its reader."""
+        leave = _grouped((row.last, row.value) for row in self.leaving)
+        come = _grouped((row.need, row.value) for row in self.coming)
+        out: list[Step] = []
+        for position, op in enumerate(self.ops):
+            for name in come.get(position, ()):
+                out += [Move("to device", name), Move("wait", name)]
+            out.append(op)
+            for name in leave.get(position, ()):
+                out += [Move("to host", name), Move("wait", name)]
+        return tuple(out)
 
     # -- to the host -------------------------------------------------------------------------
 
@@ -251,8 +229,12 @@ class _Route:
 
     # -- the schedule ------------------------------------------------------------------------
 
-    def steps(self, waits: dict[int, list[str]], fetches: dict[int, list[str]]) -> tuple[Step, ...]:
-        """The ops with their moves in between."""
+    def steps(
+        self, live: npt.NDArray[np.int64], budget: int, delays: Sequence[float]
+    ) -> tuple[Step, ...]:
+        """The ops with their moves in between; ``live`` is changed to the bytes at each op."""
+        starts, waits = self._leave(live, budget, delays)
+        fetches = self._come(live, budget, starts, waits)
         leave = _grouped((row.born, row.value) for row in self.leaving)
         needed = _grouped((row.need, row.value) for row in self.coming)
         out: list[Step] = []

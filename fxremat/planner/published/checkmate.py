@@ -23,7 +23,7 @@ from fxremat.core.problem import Problem
 from fxremat.core.timeline import replay
 from fxremat.planner import constants
 from fxremat.planner.local.stage_schedule import steps_of
-from fxremat.planner.milp.highs import BOUND_MARGIN, Solution, Status
+from fxremat.planner.milp.highs import BOUND_MARGIN, Solution
 from fxremat.planner.published.checkmate_milp import Allowed, CheckmateMilp
 from fxremat.planner.published.known_schedule import (
     Incumbent,
@@ -124,7 +124,7 @@ class _CheckmateSearch(Incumbent):
     def _note_bounds(self, programme: CheckmateMilp, solution: Solution) -> None:
         """What a programme over all schedules proves."""
         assert self.budget is not None
-        if solution.status is Status.INFEASIBLE:
+        if solution.bound == math.inf:
             self.peak_bound_bytes = max(self.peak_bound_bytes, self.budget + 1)
         elif solution.bound > -math.inf:
             self.time_bound_us = solution.bound * programme.time_unit * (1 - BOUND_MARGIN)

@@ -105,7 +105,7 @@ class Part:
             model = build_model(self.problem(int(pause * whole), may_rerun))
             front = eviction_front(model, deadline)
             improve(front)
-            for entry in front.final_entries():
+            for entry in reversed(front.entries):
                 steps = steps_of(model.n, entry.runs())
                 after = steps.index(len(self.forward)) + 1
                 yield tuple(ops[k] for k in steps[after:])

@@ -7,6 +7,7 @@ a is taken. For an op of variant a it is z[a]; for an op that a makes superfluou
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -64,23 +65,19 @@ class AllVariants:
     @cached_property
     def reads(self) -> list[tuple[Read, ...]]:
         """The reads of each stage; resident values are always there and left out."""
-        found = [list[Read]() for _ in self.ops]
-        resident = set(self.problem.resident)
-        for stage, op in enumerate(self.ops):
-            found[stage] = [
-                Read(stage, name, self._read_condition(stage, name))
-                for name in op.reads
-                if name not in resident
-            ]
+        reads = [
+            [(name, self._read_condition(stage, name)) for name in op.reads]
+            for stage, op in enumerate(self.ops)
+        ]
         for index in self.usable:
             for change in self.problem.variants[index].changes:
-                stage = self.stage_of[change.op]
-                found[stage] += [
-                    Read(stage, name, Condition(0, ((index, 1),)))
-                    for name in change.adds
-                    if name not in resident
-                ]
-        return [tuple(each) for each in found]
+                added = ((name, Condition(0, ((index, 1),))) for name in change.adds)
+                reads[self.stage_of[change.op]].extend(added)
+        resident = set(self.problem.resident)
+        return [
+            tuple(Read(stage, name, when) for name, when in each if name not in resident)
+            for stage, each in enumerate(reads)
+        ]
 
     def run_condition(self, stage: int) -> Condition:
         """The condition for an op to run at all."""
@@ -93,20 +90,20 @@ class AllVariants:
     @cached_property
     def _superseding(self) -> dict[str, list[int]]:
         """The variants that make each op superfluous."""
-        found: dict[str, list[int]] = {}
+        found = defaultdict[str, list[int]](list)
         for index in self.usable:
             for name in self.superseded[index]:
-                found.setdefault(name, []).append(index)
+                found[name].append(index)
         return found
 
     @cached_property
     def _dropping(self) -> dict[tuple[str, str], list[int]]:
         """The variants that drop each read, by op and value."""
-        found: dict[tuple[str, str], list[int]] = {}
+        found = defaultdict[tuple[str, str], list[int]](list)
         for index in self.usable:
             for change in self.problem.variants[index].changes:
                 for value in dict.fromkeys(change.drops):
-                    found.setdefault((change.op, value), []).append(index)
+                    found[change.op, value].append(index)
         return found
 
     def _read_condition(self, stage: int, value: str) -> Condition:
@@ -114,11 +111,9 @@ class AllVariants:
         if self.variant_of[stage] is not None:
             return condition
         known = {index for index, _ in condition.factors}
-        names = self.ops[stage].name, value
-        dropping = tuple(
-            (index, -1) for index in self._dropping.get(names, ()) if index not in known
-        )
-        return Condition(condition.constant, (*condition.factors, *dropping))
+        dropping = {*self._dropping.get((self.ops[stage].name, value), ())} - known
+        factors = *condition.factors, *((index, -1) for index in sorted(dropping))
+        return Condition(condition.constant, factors)
 
     @cached_property
     def output_conditions(self) -> dict[str, Condition]:
@@ -147,15 +142,14 @@ class AllVariants:
     @cached_property
     def excluding(self) -> list[tuple[int, ...]]:
         """Sets of variants of which at most one can be taken: pairs, and whole cliques."""
-        groups: dict[object, list[int]] = {}
-        variants = self.problem.variants
+        groups = defaultdict[object, list[int]](list)
         for index in self.usable:
-            one = variants[index]
+            one = self.problem.variants[index]
             for old, _ in one.outputs:
-                groups.setdefault(("output", old), []).append(index)
+                groups["output", old].append(index)
             for change in one.changes:
                 for old in change.drops:
-                    groups.setdefault((change.op, old), []).append(index)
+                    groups[change.op, old].append(index)
         return sorted({tuple(group) for group in groups.values() if len(group) > 1})
 
     def compatible(self, indices: list[int]) -> list[int]:
@@ -170,11 +164,11 @@ class AllVariants:
 def combine(problem: Problem) -> AllVariants:
     """All ops in one order: those of a variant stand where they do if it is taken alone."""
     base = {op.name: index for index, op in enumerate(problem.ops)}
-    over: dict[str, list[tuple[str, str]]] = {}
+    over = defaultdict[str, list[tuple[str, str]]](list)
     for change in (change for one in problem.variants for change in one.changes):
-        over.setdefault(change.op, []).extend(change.inplace)
+        over[change.op].extend(change.inplace)
     placed: list[tuple[float, int, int, Op, int | None]] = [
-        (float(index), -1, 0, replace(op, inplace=(*op.inplace, *over.get(op.name, ()))), None)
+        (float(index), -1, 0, replace(op, inplace=(*op.inplace, *over[op.name])), None)
         for index, op in enumerate(problem.ops)
     ]
     usable, gone = list[int](), dict[int, frozenset[str]]()

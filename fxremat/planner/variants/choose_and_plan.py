@@ -12,7 +12,7 @@ import heapq
 import itertools
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 
@@ -106,12 +106,13 @@ class _VariantSearch:
         if self.budget is None:
             self._try(self._fastest(combined))
             return list(self.tried_choices.values())
-        if self.tried_choices[()].plan.time_us > self.problem.base_time_us or self._over(()):
+        alone = self.tried_choices[()]
+        if alone.plan.time_us > self.problem.base_time_us or self._over(alone):
             self._try_chosen(combined, self.budget)
             once = combine(run_once(self.problem))  # variants first, then what has to run again
             if not self._try_chosen(once, self.budget):
                 self._try_chosen(once, None)
-        if self._over(self._leader().names):
+        if self._over(self._leader()):
             self._try_chosen(combined, None)
             self.lowest = list(self.tried_choices.values())[-1]
         self._try(self._fastest(combined))
@@ -135,7 +136,7 @@ class _VariantSearch:
             in_vain = Counter[tuple[object, ...]]()
             for index in self._highest_first(combined, best):
                 settled = self.problem.base_time_us * (1 + 2 * constants.GAP)
-                done = not self._over(best.names) and best.plan.time_us <= settled
+                done = not self._over(best) and best.plan.time_us <= settled
                 if done or left <= 0 or not self.deadline.running():
                     return
                 names = self._toggled(combined, best.names, index)
@@ -191,38 +192,59 @@ class _VariantSearch:
         return sorted(combined.usable, key=height, reverse=True)
 
     def _try_chosen(self, combined: AllVariants, budget: int | None) -> bool:
-        """Until more program points have led to nothing better. Whether there was a choice."""
-        best, in_vain, found = self._best(), 0, False
-        patience = 2 if budget is None else 1
-        for names in self._chosen(combined, budget):
-            self._try(names)
-            found = True
+        """Try the MILP's choices, with more program points each time; whether there was a choice.
+
+        The first points are those of the ops that hold most by themselves, whatever is kept around
+        them. Then come those of the variants chosen, the highest of the plan that came of the
+        choice and, under a budget, the highest of the MILP's own schedule. As long as what is left
+        of its choices does not fit, the MILP gets less, and more again once it does. It ends when
+        more points have led to nothing better.
+        """
+        points = self._highest(combined) | self._largest(combined, self.tried_choices[()])
+        target, best, in_vain, found = budget, self._best(), 0, False
+        for number in range(ROUNDS):
+            choice = ChoiceMilp(combined, sorted(points), target)
+            too_large = number > 1 and choice.size > 3 * constants.MANY_COLUMNS // 2
+            if too_large or not self.deadline.running():
+                break
+            solution = choice.solve(self.deadline)
+            if solution.values is None:
+                break
+            found, tried, before = True, self._try(choice.names(solution)), target
             in_vain = 0 if self._best() < best else in_vain + 1
             best = self._best()
-            fits = budget is None or not self._over(self._leader().names)
-            if fits and in_vain >= patience:
+            enough = in_vain >= (2 if budget is None else 1)
+            if enough and (budget is None or not self._over(self._leader())):
                 break
+            new = set[int]()
+            if tried is not None:
+                new |= self._peak(combined, tried) | self._largest(combined, tried)
+            if tried is not None and budget is not None:
+                new |= self._worst(combined, tried, choice.held_at(solution))
+            if number and budget is not None and target is not None:
+                less, more = target * constants.LESS, min(budget, target / constants.LESS)
+                target = int(less if self._over(tried) else more)
+            if target == before and new <= points:
+                break
+            points |= new
         return found
 
     def _best(self) -> tuple[float, float]:
         return rank(self._leader().plan, self.budget)
 
-    def _over(self, names: Names) -> bool:
+    def _over(self, one: TriedChoice | None) -> bool:
         """Whether what is left of a choice does not fit, or nothing is."""
-        if self.budget is None:
-            return False
-        return (
-            names not in self.tried_choices
-            or self.tried_choices[names].plan.peak_bytes > self.budget
-        )
+        return self.budget is not None and (one is None or one.plan.peak_bytes > self.budget)
 
-    def _try(self, names: Names, near: Plan | None = None) -> None:
+    def _try(self, names: Names, near: Plan | None = None) -> TriedChoice | None:
+        """The choice, planned once; None where it leaves no problem."""
         if names not in self.tried_choices:
             try:
                 left = take(self.problem, names)
             except InvalidProblem:
-                return
+                return None
             self.tried_choices[names] = TriedChoice(names, left, self._quick(left, near))
+        return self.tried_choices[names]
 
     def _quick(self, left: Problem, near: Plan | None) -> Plan:
         """A plan found with less work; ``near`` is that of an almost equal choice."""
@@ -240,43 +262,6 @@ class _VariantSearch:
 
     def _names(self, combined: AllVariants, indices: list[int]) -> Names:
         return tuple(self.problem.variants[index].name for index in sorted(indices))
-
-    def _chosen(self, combined: AllVariants, budget: int | None) -> Iterator[Names]:
-        """The MILP's choices, with more program points each time.
-
-        The first are those of the ops that hold most by themselves, whatever is kept around them.
-        Then come those of the variants chosen, the highest of the plan that came of the choice and,
-        under a budget, the highest of the MILP's own schedule. As long as what is left of its
-        choices does not fit, the MILP gets less, and more again once it does.
-        """
-        points = self._highest(combined) | self._largest(combined, self.tried_choices[()])
-        target = budget
-        for number in range(ROUNDS):
-            choice = ChoiceMilp(combined, sorted(points), target)
-            if not self.deadline.running() or (
-                number > 1 and choice.size > 3 * constants.MANY_COLUMNS // 2
-            ):
-                return
-            solution = choice.solve(self.deadline)
-            if solution.values is None:
-                return
-            names = choice.names(solution)
-            yield names
-            tried, new = self.tried_choices.get(names), set[int]()
-            if tried is not None:
-                new |= self._peak(combined, tried) | self._largest(combined, tried)
-            if tried is not None and budget is not None:
-                new |= self._worst(combined, tried, choice.held_at(solution))
-            before = target
-            if number and budget is not None and target is not None:
-                target = int(
-                    target * constants.LESS
-                    if self._over(names)
-                    else min(budget, target / constants.LESS)
-                )
-            if target == before and new <= points:
-                return
-            points |= new
 
     def _highest(self, combined: AllVariants) -> set[int]:
         """The highest stage without variants."""
@@ -303,7 +288,7 @@ class _VariantSearch:
 
         Of an op that runs again there, the stages before and after.
         """
-        if not self._over(tried.names):
+        if not self._over(tried):
             return set()
         left, steps = tried.problem, tried.plan.steps
         live = replay(left, steps).live_bytes
