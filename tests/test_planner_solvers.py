@@ -116,7 +116,7 @@ def test_fronts(problem: Problem, seed: int) -> None:
     An equal problem with the same seed has the same plans.
     """
     options = SolverOptions(seed=seed)
-    plans, small = front(problem, options), len(problem.ops) <= 4
+    plans, small = front(problem, options), len(problem.ops) <= 5
     for plan in plans:
         assert check(problem, plan.steps, plan.peak_bytes).ok
         assert plan.time_us == replay(problem, plan.steps).time_us
@@ -167,9 +167,9 @@ def test_monotone_in_the_budget(problem: Problem) -> None:
     plans = front(problem)
     assert all(a.peak_bytes > b.peak_bytes and a.time_us < b.time_us for a, b in pairwise(plans))
     assert plans[0].time_us == problem.base_time_us
-    budgets = range(plans[0].peak_bytes + 2, -1, -max(1, plans[0].peak_bytes // 40))
+    budgets = range(plans[0].peak_bytes + 2, -1, -max(1, plans[0].peak_bytes // 80))
     chosen = [solve(problem, budget, "greedy") for budget in budgets]
-    others = [solve(problem, budget) for budget in budgets[::8]]
+    others = [solve(problem, budget) for budget in budgets[::4]]
     for larger, smaller in (*pairwise(chosen), *pairwise(others)):
         assert smaller.peak_bytes <= larger.peak_bytes
         assert smaller.time_us >= larger.time_us
@@ -287,7 +287,7 @@ def walk(problem: Problem, seed: int, count: int) -> None:
 
 
 @examples(25, suppress_health_check=list(HealthCheck))
-@given(problems().map(plain), st.integers(0, 1000))
+@given(problems(), st.integers(0, 1000))
 def test_the_profile_follows_every_change(problem: Problem, seed: int) -> None:
     walk(problem, seed, 12)
 

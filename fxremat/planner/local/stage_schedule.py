@@ -225,9 +225,12 @@ class StageSchedule:
                     live += sizes[value]
             now = live + model.workspace[op]
             ends = dies[step]
+            paired = set[int]()
             for read, write in model.inplace[op]:
-                if read in ends and (first or not kept[write]):
+                begins = first or not kept[write]
+                if read in ends and begins and paired.isdisjoint((read, write)):
                     now -= min(sizes[read], sizes[write])
+                    paired |= {read, write}
             if now > worst:
                 worst = now
             for value in ends:
