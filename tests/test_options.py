@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from fxremat.errors import InvalidOption, UnknownOption
+from fxremat.option_values import machine_memory_bytes
 from fxremat.options import (
     Options,
     disabled,
     list_options,
-    machine_memory_bytes,
     options_table,
     parse_options,
 )
