@@ -223,7 +223,7 @@ def _forward_steps(computed: tuple[str, ...]) -> int:
 def _nodes(found: SearchResult) -> dict[str, fx.Node]:
     """All nodes that a dry run or a problem can name."""
     draft = found.evaluation.draft
-    modules = [*draft.newest()]
+    modules = [*draft.halves]
     if draft.rewritten is not None:
         modules.append(draft.rewritten.module)
     nodes = {node.name: node for module in modules for node in module.graph.nodes}

@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 from fxremat.compat.configuration import cache_directory
 from fxremat.compile.constants import NEAR_PEAK
-from fxremat.compile.draft import Draft, PlannedSteps
+from fxremat.compile.draft import Draft
 from fxremat.compile.dry_run.dry_run import DryRun, dry_run_once
 from fxremat.compile.pipeline import APPLY, BEGIN, Runner
 from fxremat.compile.request import Request, as_asked
@@ -269,8 +269,8 @@ class Evaluator:
     def _halves(self, candidate: Candidate) -> Draft:
         if candidate.order.startswith("torch"):
             return candidate.draft
-        planned = PlannedSteps(candidate.plan.steps, candidate.held)
-        return self.runner.run("apply", APPLY, replace(candidate.draft, planned=planned))
+        planned = replace(candidate.draft, planned=(candidate.plan.steps, candidate.held))
+        return self.runner.run("apply", APPLY, planned)
 
     def _dry_run(self, draft: Draft, *, with_kernels: bool) -> DryRun | None:
         """The real peak; None, with a warning, for code that does not run without data.
