@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -294,12 +295,11 @@ class _Fitting:
             return traced(gm, given, patches, partition)
 
         with on_host_without_memory(self.model, inputs) as there:
-            _mark(there, self.vary)
+            for argument, dimension in chain(*self.vary.values()):
+                mark_dynamic(there[argument], dimension)
             name = type(self.model).__name__
-            traced_step: tuple[SymbolicStep, int] = compile_until_ended(
-                name, self.model, there, backend
-            )
-            return traced_step
+            step: tuple[SymbolicStep, int] = compile_until_ended(name, self.model, there, backend)
+            return step
 
 
 def _when_stepping(weights: Sequence[torch.Tensor], held: Held) -> int:
@@ -318,7 +318,7 @@ def _resized(
         for argument, dimension in places:
             if not 0 <= dimension < len(shapes.get(argument, ())):
                 raise CannotVary(what, f"there is no dimension {dimension} of input {argument}")
-    varied = {place for places in vary.values() for place in places}
+    varied = {*chain(*vary.values())}
     taken = {
         size
         for argument, shape in shapes.items()
@@ -351,9 +351,3 @@ def _of_sizes(inputs: tuple[Any, ...], vary: Mapping[str, Places], sizes: Sizes)
         else x
         for k, x in enumerate(inputs)
     )
-
-
-def _mark(inputs: tuple[Any, ...], vary: Mapping[str, Places]) -> None:
-    for places in vary.values():
-        for argument, dimension in places:
-            mark_dynamic(inputs[argument], dimension)
