@@ -84,7 +84,7 @@ class PeaksBySize:
 
 def _between(samples: Sequence[tuple[int, DryRun]], size: int) -> DryRun | None:
     """The dry run at another size, by Lagrange's polynomials; None where events differ."""
-    sizes, shown = zip(*samples, strict=True)
+    sizes, shown = [one for one, _ in samples], [one for _, one in samples]
     if len({(len(one.live_bytes), *map(_without_bytes, one.events)) for one in shown}) != 1:
         return None
     weights = [
