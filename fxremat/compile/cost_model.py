@@ -99,12 +99,9 @@ class CostModel:
     name: str
     workspace: Callable[[fx.Node], int]
 
+    @written_together()
     def estimate(self, joint: JointGraph, inserted: Sequence[InsertedVariant] = ()) -> Estimate:
         """And the variants that are inserted to choose from."""
-        with written_together():
-            return self._estimate(joint, inserted)
-
-    def _estimate(self, joint: JointGraph, inserted: Sequence[InsertedVariant]) -> Estimate:
         found = estimate(
             joint,
             self.timer,
@@ -116,9 +113,9 @@ class CostModel:
             in_place="inplace" not in self.request.policy.disabled,
         )
         problem = _with_copies(found.problem, self.request)
-        runs = {variant.name for variant in inserted if self._runs(variant)}
-        if len(runs) < len(inserted):
-            kept = tuple(variant for variant in problem.variants if variant.name in runs)
+        refused = {variant.name for variant in inserted if not self._runs(variant)}
+        if refused:
+            kept = tuple(one for one in problem.variants if one.name not in refused)
             problem = replace(problem, variants=kept)
         if "recompute" in self.request.policy.disabled:
             problem = run_once(problem)
