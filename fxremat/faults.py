@@ -72,7 +72,9 @@ def with_less_after_faults(
         try:
             made = make(asked)
         except Exception as fault:
-            way = _first_that_helps(asked.policy, fault) if _is_ours(fault) else None
+            ways = _ways(fault, asked.policy.solver) if _is_ours(fault) else ()
+            helping = (one for one in ways if one.without(asked.policy) != asked.policy)
+            way = next(helping, None)
             if way is not None:
                 tried.append((way, fault, asked))
                 asked = replace(asked, policy=way.without(asked.policy))
@@ -102,11 +104,6 @@ def _is_ours(fault: Exception) -> bool:
     frames = traceback.extract_tb(fault.__traceback__)
     files = [Path(frame.filename).as_posix() for frame in frames]
     return any(part in file for file in files for part in OURS)
-
-
-def _first_that_helps(policy: Policy, fault: Exception) -> _Way | None:
-    ways = _ways(fault, policy.solver)
-    return next((way for way in ways if way.without(policy) != policy), None)
 
 
 def _ways(fault: Exception, solver: str) -> Iterator[_Way]:

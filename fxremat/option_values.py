@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import numbers
 import os
+import re
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -263,14 +264,14 @@ def read_passes(given: Given) -> tuple[str, ...]:
 def read_ops(given: Given) -> tuple[str, ...]:
     """Names of ops, whose library may be loaded later: "library::op"."""
     names = _names_in(given)
-    if not isinstance(names, (list, tuple)) or not all(map(_is_name_of_op, names)):
+    if not isinstance(names, (list, tuple)) or not all(
+        isinstance(name, str) and _NAME_OF_OP.fullmatch(name) for name in names
+    ):
         raise given.refuse("names of ops, as 'library::op'")
     return tuple(dict.fromkeys(names))
 
 
-def _is_name_of_op(name: object) -> bool:
-    parts = name.split("::") if isinstance(name, str) else []
-    return len(parts) == 2 and all(part.isidentifier() for part in parts)
+_NAME_OF_OP = re.compile(r"[^\W\d]\w*::[^\W\d]\w*")
 
 
 def lossy_among(names: Iterable[str]) -> tuple[str, ...]:

@@ -199,7 +199,9 @@ def _step_memory(found: SearchResult, plain_line: Timeline) -> StepMemory:
         timeline = replay(found.evaluation.draft.problem, found.evaluation.plan.steps)
         live, lifetimes = timeline.live_bytes, lifetimes_of(timeline)
         computed, forward_steps = tuple(map(str, timeline.steps)), _forward_steps(timeline)
-    locations = _locations(found, {*computed, *(one.value for one in lifetimes)})
+    nodes, sizes = _nodes(found), found.evaluation.draft.problem.bytes_of
+    named = nodes.keys() & {*computed, *(one.value for one in lifetimes), *sizes}
+    locations = {name: _location(nodes[name]) for name in sorted(named)}
     plain = plain_line.live_bytes, _forward_steps(plain_line)
     return StepMemory(live, lifetimes, computed, forward_steps, locations, *plain)
 
@@ -216,13 +218,6 @@ def _nodes(found: SearchResult) -> dict[str, fx.Node]:
     modules = (*draft.halves, *planned)
     nodes = {node.name: node for module in modules for node in module.graph.nodes}
     return nodes | draft.estimate.node_of
-
-
-def _locations(found: SearchResult, names: set[str]) -> dict[str, SourceLocation]:
-    """Where these nodes and the values of the problem come from, by name."""
-    nodes = _nodes(found)
-    known = names | {*found.evaluation.draft.estimate.problem.bytes_of}
-    return {name: _location(nodes[name]) for name in sorted(known) if name in nodes}
 
 
 def _location(node: fx.Node) -> SourceLocation:

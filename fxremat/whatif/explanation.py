@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -185,15 +185,9 @@ class Explanation:
         return "\n".join(map(str, self.graphs))
 
 
-def _as_planned(model: Callable[..., Any], given: Any) -> AbstractContextManager[Any]:
-    """The inputs that the model runs on; without memory where the card is not here."""
-    is_here = absent_card() is None
-    return _undisturbed(model, given) if is_here else on_host_without_memory(model, given)
-
-
 @contextmanager
 def _undisturbed(model: Callable[..., Any], given: Any) -> Iterator[Any]:
-    """Restore buffers and the random state at the end, whatever happens inside."""
+    """Yields what is given; at the end buffers and the random state are restored."""
     buffers = dict(model.named_buffers()) if isinstance(model, nn.Module) else {}
     before = {name: buffer.detach().clone() for name, buffer in buffers.items()}
     try:
@@ -238,6 +232,7 @@ def _planned(
     found: list[Report] = []
     together: list[tuple[fx.GraphModule, Sequence[Any]]] = []
     caller = sys._getframe()
+    as_planned = _undisturbed if absent_card() is None else on_host_without_memory
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         more = more_follow(gm)
@@ -256,7 +251,7 @@ def _planned(
         return run
 
     with (
-        _as_planned(model, (inputs, keywords)) as (args, kwargs),
+        as_planned(model, (inputs, keywords)) as (args, kwargs),
         session.separate(),
         fresh_dynamo_caches(),
         uncollected(),  # a fifth of the time

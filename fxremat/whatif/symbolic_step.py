@@ -158,21 +158,18 @@ class SymbolicStep:
     def _runner(self, request: Request) -> Runner:
         return Runner(replace(self.costs, request=request), self.times)
 
-    @with_stack_room
-    def torch_dry_run(self, sizes: Sizes) -> DryRun:
-        """A step with torch's own partition, at these sizes."""
-        with self.at(sizes):
-            _, code = self._as_torch
-            with self.times.stage("dry run"):
-                return code.dry_run(self.costs.device.type, self.costs.workspaces.blocks_of_call)
-
     def torch_peaks(self, sizes: Sizes, what: str) -> PeaksBySize:
-        """Its peaks as one of the sizes varies, in what the budget counts."""
+        """Of torch's own partition as one of the sizes varies, in what the budget counts."""
+        costs = self.costs
 
+        @with_stack_room
         def dry_run(size: int) -> DryRun:
-            return self.torch_dry_run({**sizes, what: size})
+            with self.at({**sizes, what: size}):
+                _, code = self._as_torch
+                with self.times.stage("dry run"):
+                    return code.dry_run(costs.device.type, costs.workspaces.blocks_of_call)
 
-        return PeaksBySize(dry_run, partial(plain_peak, request=self.costs.request))
+        return PeaksBySize(dry_run, partial(plain_peak, request=costs.request))
 
     @with_stack_room
     def torch_time_us(self, sizes: Sizes) -> float:

@@ -255,11 +255,6 @@ def _placeholders(module: fx.GraphModule) -> list[fx.Node]:
     return [n for n in module.graph.nodes if n.op == "placeholder"]
 
 
-def _is_on_host(node: fx.Node) -> bool:
-    """Whether an input of the graph lives in host memory: it is fetched."""
-    return any(user.target is runtime.to_device or is_fetch(user) for user in node.users)
-
-
 def _run(step: GeneratedStep, meter: CodeMeter) -> DryRun:
     forward, backward, outputs = step.forward, step.backward, step.num_fwd_outputs
     with without_memory() as fake:
@@ -335,9 +330,14 @@ def _as_run(
 
 
 def _resident(forward: fx.GraphModule, device: str) -> list[tuple[str, int]]:
-    """The inputs that are there throughout, and their bytes."""
-    tensors = [n for n in _placeholders(forward) if is_tensor(n) and not _is_on_host(n)]
-    return [(n.name, nbytes(n.meta["val"])) for n in tensors if n.meta["val"].device.type == device]
+    """The inputs that are there throughout, and their bytes; what is fetched lives on the host."""
+    return [
+        (node.name, nbytes(node.meta["val"]))
+        for node in _placeholders(forward)
+        if is_tensor(node)
+        and node.meta["val"].device.type == device
+        and not any(user.target is runtime.to_device or is_fetch(user) for user in node.users)
+    ]
 
 
 def _pass_on(
