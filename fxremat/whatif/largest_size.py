@@ -110,13 +110,14 @@ def _guess(steps: PlannedSteps, size: int, budget: int, fixed: int) -> int:
 
     Variants need sizes as numbers, so the line through the last two peaks leads to the next size.
     """
-    known = {0: fixed}
+    before, low = 0, fixed
     for _ in range(ROUNDS):
-        known[size] = steps.quickest(size, 0).peak_bytes
-        guess = _by_line(known, budget)
+        high = steps.quickest(size, 0).peak_bytes
+        slope = (high - low) / (size - before)
+        guess = max(1, size + int((budget - high) // slope)) if slope > 0 else size
         if abs(guess - size) <= CLOSE_ENOUGH * size:
             break
-        size = guess
+        before, low, size = size, high, guess
     return size
 
 
@@ -142,8 +143,9 @@ def _in_dry_runs(
             if not has_aimed_lower:
                 has_aimed_lower = True
                 continue
-        too_large = size
-        size, has_aimed_lower = min(size - 1, _scaled(size, within, taken, fixed)), False
+        too_large, has_aimed_lower = size, False
+        scaled = size * (within - fixed) // max(1, taken - fixed)  # all but what is fixed grows
+        size = min(size - 1, max(0, scaled))
     return None
 
 
@@ -159,18 +161,6 @@ def _between(
         return None
     taken = plan.dry_run_peak()
     return (size, taken, plan.time_us) if taken <= budget else None
-
-
-def _by_line(known: Mapping[int, int], budget: int) -> int:
-    """The size, from 1 on, at which the line through the last two peaks meets the budget."""
-    (one, low), (other, high) = list(known.items())[-2:]
-    slope = (high - low) / (other - one)
-    return max(1, other + int((budget - high) // slope)) if slope > 0 else other
-
-
-def _scaled(size: int, budget: int, peak: int, fixed: int) -> int:
-    """The size that meets the budget if all but the ``fixed`` bytes of a peak grow with it."""
-    return max(0, size * (budget - fixed) // max(1, peak - fixed))
 
 
 def largest_within(peak: Callable[[int], int], budget: int, first: int) -> int:
