@@ -142,6 +142,7 @@ def _compiled_in_step(graph: Graph) -> Callable[..., Any]:
     scope = scopes.scope_of(graph.device, graph.options.memory_budget)
     session.STATE.rank_timeout = graph.options.rank_timeout
     in_step, apart = _placed(graph, list(scope.given.modules)), None
+    graph.check_inference(in_step.request)
     if in_step.where.context.siblings:
         apart = _placed(graph, ())
     try:

@@ -68,7 +68,7 @@ class InfeasibleBudget(FxrematError):
     ``contributors`` are the largest things live at that peak: what and where (module and source
     line), and bytes; largest first. ``fragmentation_bytes`` of the smallest peak are reserved by
     torch's allocator without being used. ``returned`` is an output that takes much of the peak with
-    its gradient: what it is, and the bytes of both.
+    its gradient: what it is, and the bytes of both. A graph that ``only_runs`` takes no gradients.
     """
 
     budget_bytes: int
@@ -76,6 +76,7 @@ class InfeasibleBudget(FxrematError):
     contributors: tuple[tuple[str, int], ...] = ()
     fragmentation_bytes: int = 0
     returned: tuple[str, int] | None = None
+    only_runs: bool = False
 
     def __str__(self) -> str:
         lines = [self._what()]
@@ -86,11 +87,15 @@ class InfeasibleBudget(FxrematError):
         if self.minimum_bytes is not None:
             budget = f'set memory_budget="{round_up_bytes(self.minimum_bytes)}" or more'
         lines.append(f"What to do: {budget}, or use a smaller batch or shorter sequences.")
-        return "\n".join(
-            lines if self.returned is None else [*lines, output_advice(*self.returned)]
-        )
+        if self.returned is not None:
+            lines.append(output_advice(*self.returned))
+        return "\n".join(lines)
 
     def _what(self) -> str:
+        if self.only_runs and self.minimum_bytes is not None:
+            budget, takes = _exact(self.budget_bytes), _exact(self.minimum_bytes)
+            graph = "this graph, which takes no gradients,"
+            return f"{graph} cannot run within {budget}; it takes {takes}"
         budget = f"this graph cannot be trained within {_exact(self.budget_bytes)}"
         if self.minimum_bytes is None:
             return f"{budget}; the least number of bytes is not known"

@@ -93,6 +93,13 @@ class Options:
         "On CUDA: hold torch's allocator to the budget as long as a graph of it lives, whoever "
         "asks for more. The error that comes of it says what the plan holds.",
     )
+    inference: bool = _option(
+        False,
+        values.read_bool,
+        "bool",
+        "Hold graphs that take no gradients, as in evaluation and generation, to the budget, too: "
+        "one that would take more raises InfeasibleBudget before it runs.",
+    )
     arena: bool | None = _option(
         None,
         values.optional(values.read_bool),

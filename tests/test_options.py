@@ -177,6 +177,7 @@ AS_TEXT = {
     "optimizer": ("adamw", "adamw"),
     "count": ("allocated", "allocated"),
     "enforce": ("1", True),
+    "inference": ("1", True),
     "arena": ("0", False),
     "instances": ("4", 4),
     "rank_timeout": ("60", 60.0),

@@ -346,19 +346,13 @@ def saved_by(node: Any) -> list[torch.Tensor]:
     return [*node.saved_tensors, *(getattr(node, "_tensors_no_vc_check", None) or ())]
 
 
-def saved_before(tensors: Iterable[object]) -> list[torch.Tensor]:
-    """What nodes of eager code have saved that the gradients of these tensors come to later.
+def saved_before(tensors: Iterable[object], without: Iterable[Any] = ()) -> list[torch.Tensor]:
+    """What nodes have saved that the gradients of these tensors come to later.
 
-    What hooks have made of a saved tensor is not looked at: to ask for it may run a checkpoint.
+    Nodes ``without`` which it is asked for are passed over.
     """
-    nodes = [x.grad_fn for x in tensors if isinstance(x, torch.Tensor) and x.grad_fn is not None]
-    found: list[torch.Tensor] = []
-    for node in _reachable(nodes):
-        for name in dir(node):
-            if name.startswith("_raw_saved_"):
-                with suppress(RuntimeError):  # the node is done, and has let go of it
-                    found += _without_hooks(getattr(node, name))
-    return found
+    known = {id(node) for node in without}
+    return [x for node in _before_these(tensors) if id(node) not in known for x in _saved(node)]
 
 
 def given_before(tensors: Iterable[object]) -> list[torch.Tensor]:
@@ -366,10 +360,28 @@ def given_before(tensors: Iterable[object]) -> list[torch.Tensor]:
 
     Each is the object that the program has, as long as it has it.
     """
-    tensors = list(tensors)
+    nodes = _before_these(tensors)
+    weights = [node.variable for node in nodes if _is_leaf(node)]
+    return [*weights, *(one for node in nodes for one in _saved(node) if one.is_leaf)]
+
+
+def _before_these(tensors: Iterable[object]) -> list[Any]:
+    """The nodes that the gradients of these tensors come to."""
     nodes = [x.grad_fn for x in tensors if isinstance(x, torch.Tensor) and x.grad_fn is not None]
-    weights = [node.variable for node in _reachable(nodes) if _is_leaf(node)]
-    return [*weights, *(one for one in saved_before(tensors) if one.is_leaf)]
+    return list(_reachable(nodes))
+
+
+def _saved(node: Any) -> list[torch.Tensor]:
+    """What a node has saved; nothing if it is done.
+
+    What hooks have made of a saved tensor is not looked at: to ask for it may run a checkpoint.
+    """
+    found: list[torch.Tensor] = []
+    for name in dir(node):
+        if name.startswith("_raw_saved_"):
+            with suppress(RuntimeError):  # the node is done, and has let go of it
+                found += _without_hooks(getattr(node, name))
+    return found
 
 
 def _without_hooks(saved: Any) -> list[torch.Tensor]:

@@ -14,7 +14,7 @@ from torch import fx
 
 from fxremat.compat.configuration import inductor_config
 from fxremat.compat.dynamo import with_stack_room
-from fxremat.compat.joint_graph import only_marked_buffers_donated
+from fxremat.compat.joint_graph import copy_module, only_marked_buffers_donated
 from fxremat.core.layout import extent
 
 _MARK = "fxremat"
@@ -181,6 +181,31 @@ def trace_as_inductor(
         )
         compiled: Callable[..., Any] = compiler(gm, inputs)
         return compiled
+
+
+@with_stack_room
+def trace_without_gradients(
+    gm: fx.GraphModule, inputs: Sequence[Any], patches: Mapping[str, Any]
+) -> fx.GraphModule:
+    """The graph of a call that takes no gradients, as Inductor lowers it."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.backends.debugging import boxed_nop
+
+    traced = list[fx.GraphModule]()
+
+    def keep(module: fx.GraphModule, inputs: Any) -> Any:
+        traced.append(copy_module(module))
+        return boxed_nop(module, inputs)
+
+    with inductor_config.patch(dict(patches)):
+        aot_autograd(
+            fw_compiler=boxed_nop,
+            inference_compiler=keep,
+            decompositions=inductor_decompositions(),
+            keep_inference_input_mutations=True,
+        )(gm, inputs)
+        joint_passes(traced[0], lambda: None)
+    return traced[0]
 
 
 def joint_passes(module: fx.GraphModule, then: Callable[[], Any]) -> Any:

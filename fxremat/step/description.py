@@ -167,12 +167,16 @@ class StepDescription:
 
     def _needed(self, choose: Way, budget: Budget, reserved: Reserves) -> LeastVersions:
         """What one way to choose needs."""
+        tried = list[tuple[int, planner.Chosen]]()
         for _ in range(DRY_RUNS):
             chosen = choose(self.step())
-            least = self.step().peak_bytes(chosen)
-            self.make_exact(chosen, budget.least_for(least))
-            if self.step().peak_bytes(chosen) <= least:
+            planned = self.step().peak_bytes(chosen)
+            self.make_exact(chosen, budget.least_for(planned))
+            counted = self.step().peak_bytes(chosen)
+            tried.append((max(planned, counted), chosen))
+            if counted <= planned:
                 break
+        least, chosen = min(tried)
         taken = reserved(chosen)
         if taken is None:
             return LeastVersions(chosen, budget.least_for(least))

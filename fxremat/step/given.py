@@ -105,13 +105,15 @@ class Given:
     ) -> None:
         """See what eager code has saved that made what a graph is ``given``.
 
-        What lies ``around`` the graph is counted elsewhere, and so is what ``runs`` that wait hold.
+        What lies ``around`` the graph is counted elsewhere, and so is what ``runs`` that wait were
+        given, have returned, and have saved: whatever that is for the versions that they have now.
         """
-        saved = storages_of(saved_before(given), device)
+        runs = list(runs)
+        saved = storages_of(saved_before(given, [run.node() for run in runs]), device)
         lasting = pytree.tree_leaves([each() for each in around])
         known = set(storages_of([*given, *lasting, *self.weights()], device))
         for run in runs:
-            known |= {*run.given, *run.results, *run.saved()}
+            known |= run.given | run.results
         held = sum(size for key, size in saved.items() if key not in known)
         self.eager.seen = max(self.eager.seen, held)
 

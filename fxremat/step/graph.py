@@ -32,6 +32,7 @@ from fxremat.compile.driver import (
     total_bytes,
     traced,
 )
+from fxremat.compile.dry_run.inference import refusal_without_gradients
 from fxremat.compile.partitioner import Partitioner, draft_of, plan_graph
 from fxremat.compile.ranks import see_same_plan
 from fxremat.compile.request import Request, device_of_inputs, request_for
@@ -144,6 +145,15 @@ class Graph:
     def gives_loss(self) -> bool:
         """Whether a result is a loss, so that the forward of a step may end there."""
         return gives_loss(self.kept)
+
+    def check_inference(self, request: Request) -> None:
+        """Raise `InfeasibleBudget` where it needs no gradients, and takes more than is left."""
+        if not self.options.inference or self.needs_gradients or not request.compiled:
+            return
+        patches = patches_for(self.options, request, self.mode, self.inputs)
+        kept = copy_module(self.kept)
+        if refused := refusal_without_gradients(kept, self.inputs, request, patches):
+            raise refused
 
     def forget_inputs(self) -> None:
         """Keep no tensor alive: what compiles the graph again is given their sizes alone."""

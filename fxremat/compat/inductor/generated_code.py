@@ -40,6 +40,7 @@ def generate(
     module: fx.GraphModule,
     *,
     is_backward: bool,
+    is_inference: bool = False,
     seen_outputs: int | None = None,
     input_strides: Mapping[str, tuple[Any, ...]] | None = None,
     with_kernels: bool = False,
@@ -75,8 +76,8 @@ def generate(
                 fake_tensor_prop(module, inputs)
             _recursive_record_original_output_strides(module)
             _record_seen_outputs(module.graph.output_node(), seen_outputs)
-            _recursive_post_grad_passes(module, is_inference=False)
-            return _lowered(module, inputs, is_backward, with_kernels)
+            _recursive_post_grad_passes(module, is_inference=is_inference)
+            return _lowered(module, inputs, is_backward, is_inference, with_kernels)
 
 
 _ONLY_CODE = {
@@ -103,7 +104,11 @@ def _uncounted() -> Iterator[None]:
 
 
 def _lowered(
-    module: fx.GraphModule, inputs: list[Any], is_backward: bool, with_kernels: bool
+    module: fx.GraphModule,
+    inputs: list[Any],
+    is_backward: bool,
+    is_inference: bool,
+    with_kernels: bool,
 ) -> Generated:
     """The code of a graph that Inductor's passes have gone over, in the fake mode of now."""
     from torch._dynamo.utils import counters
@@ -119,7 +124,7 @@ def _lowered(
         example_inputs=inputs,
         shape_env=V.fake_mode.shape_env,
         is_backward=is_backward,
-        is_inference=False,
+        is_inference=is_inference,
     )
     with (
         _disable_current_modes(),  # what runs meanwhile runs on real tensors, as in Inductor

@@ -241,7 +241,7 @@ def _question(
     }
 
 
-def _input(node: fx.Node) -> Any:
+def example_input(node: fx.Node) -> Any:
     """What a graph gets for a placeholder: a tensor without memory, or the size planned for."""
     value = node.meta.get("val")
     size = size_bound
@@ -251,14 +251,15 @@ def _input(node: fx.Node) -> Any:
     return size(value) if isinstance(value, torch.SymInt) else value
 
 
-def _placeholders(module: fx.GraphModule) -> list[fx.Node]:
+def placeholders(module: fx.GraphModule) -> list[fx.Node]:
+    """The nodes of its inputs."""
     return [n for n in module.graph.nodes if n.op == "placeholder"]
 
 
 def _run(step: GeneratedStep, meter: CodeMeter) -> DryRun:
     forward, backward, outputs = step.forward, step.backward, step.num_fwd_outputs
     with without_memory() as fake:
-        primals = {n.name: _input(n) for n in _placeholders(forward)}
+        primals = {n.name: example_input(n) for n in placeholders(forward)}
         meter.watch(primals)
         arguments = list(primals.values())
         returned = list(meter.run(step.forward_code, "<forward>", arguments, fake))
@@ -278,7 +279,7 @@ def _run(step: GeneratedStep, meter: CodeMeter) -> DryRun:
         del given, kept, tangents, passed, primals
         gradients = list(meter.run(step.backward_code, "<backward>", arguments, fake))
         gradient_of = dict(zip(names, meter.names(gradients), strict=False))
-    resident = _resident(forward, meter.device)
+    resident = resident_inputs(forward, meter.device)
     inputs = tuple(
         Given(size, again=name in read_again, gradient=gradient_of.get(name))
         for name, size in resident
@@ -329,11 +330,11 @@ def _as_run(
     )
 
 
-def _resident(forward: fx.GraphModule, device: str) -> list[tuple[str, int]]:
+def resident_inputs(forward: fx.GraphModule, device: str) -> list[tuple[str, int]]:
     """The inputs that are there throughout, and their bytes; what is fetched lives on the host."""
     return [
         (node.name, nbytes(node.meta["val"]))
-        for node in _placeholders(forward)
+        for node in placeholders(forward)
         if is_tensor(node)
         and node.meta["val"].device.type == device
         and not any(user.target is runtime.to_device or is_fetch(user) for user in node.users)
@@ -351,9 +352,9 @@ def _pass_on(
                 entry.buffer, entry.code = name, None
     meter.code = None
     arguments = {}
-    for node in _placeholders(backward):
+    for node in placeholders(backward):
         name = name_in_forward(node)
-        argument = given[name] if name in given else _input(node)
+        argument = given[name] if name in given else example_input(node)
         if name not in given and isinstance(argument, torch.Tensor):
             meter.count([argument], name)
         arguments[name] = argument
