@@ -32,26 +32,23 @@ class Answers:
 
     def read(self, question: Question) -> Any:
         """The answer, None where there is none."""
-        question = _versioned(question)
+        path, asked = self._asked(question)
         with suppress(OSError, ValueError, KeyError, TypeError):
-            data = json.loads(self._path(question).read_text(encoding="utf-8"))
-            if data["format"] == FORMAT and data["question"] == question:
+            data = json.loads(path.read_text(encoding="utf-8"))
+            if all(data[name] == value for name, value in asked.items()):
                 return data["answer"]
         return None
 
     def keep(self, question: Question, answer: Any) -> None:
         """Write an answer; a directory that cannot be written is no reason to fail."""
-        question = _versioned(question)
-        data = {"format": FORMAT, "question": question, "answer": answer}
-        write_whole(self._path(question), json.dumps(data))
+        path, asked = self._asked(question)
+        write_whole(path, json.dumps({**asked, "answer": answer}))
 
-    def _path(self, question: Question) -> Path:
-        text = json.dumps(question, sort_keys=True)
-        return self.directory / f"{hashlib.sha256(text.encode()).hexdigest()}.json"
-
-
-def _versioned(question: Question) -> Question:
-    return {**question, "fxremat": build()}
+    def _asked(self, question: Question) -> tuple[Path, dict[str, Any]]:
+        """The file of an answer, and what it says of the question."""
+        question = {**question, "fxremat": build()}
+        name = hashlib.sha256(json.dumps(question, sort_keys=True).encode()).hexdigest()
+        return self.directory / f"{name}.json", {"format": FORMAT, "question": question}
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -9,13 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
-from typing import Literal
+from typing import Literal, dataclass_transform
 
 from fxremat.sizes import format_bytes, round_up_bytes
 
 
+@dataclass_transform(eq_default=False)
 class _Record:
-    """Base of errors and warnings that are dataclasses: ``args`` are their fields."""
+    """Base of errors and warnings: each is a dataclass, whose ``args`` are its fields."""
+
+    def __init_subclass__(cls) -> None:
+        dataclass(eq=False, repr=False)(cls)
 
     def __post_init__(self) -> None:
         self.args = tuple(getattr(self, each.name) for each in fields(self))  # type: ignore[arg-type]
@@ -57,7 +61,6 @@ def output_advice(what: str, nbytes: int) -> str:
     )
 
 
-@dataclass(eq=False, repr=False)
 class InfeasibleBudget(FxrematError):
     """No schedule was found that stays within the budget.
 
@@ -76,7 +79,17 @@ class InfeasibleBudget(FxrematError):
     only_runs: bool = False
 
     def __str__(self) -> str:
-        return "\n".join([self._what(), *self._largest(), self._advice(), *self._output_advice()])
+        lines = [self._what()]
+        if self.contributors:
+            rows = (f"  {format_bytes(size):>10}  {what}" for what, size in self.contributors)
+            lines += ["largest at that peak:", *rows]
+        budget = "set a larger memory_budget"
+        if self.minimum_bytes is not None:
+            budget = f'set memory_budget="{round_up_bytes(self.minimum_bytes)}" or more'
+        lines.append(f"What to do: {budget}, or use a smaller batch or shorter sequences.")
+        if self.returned is not None:
+            lines.append(output_advice(*self.returned))
+        return "\n".join(lines)
 
     def _what(self) -> str:
         if self.only_runs and self.minimum_bytes is not None:
@@ -92,24 +105,7 @@ class InfeasibleBudget(FxrematError):
         unused = format_bytes(self.fragmentation_bytes)
         return f"{least}, of which torch's allocator reserves {unused} without using them"
 
-    def _largest(self) -> list[str]:
-        if not self.contributors:
-            return []
-        rows = [f"  {format_bytes(size):>10}  {what}" for what, size in self.contributors]
-        return ["largest at that peak:", *rows]
 
-    def _advice(self) -> str:
-        if self.minimum_bytes is None:
-            budget = "set a larger memory_budget"
-        else:
-            budget = f'set memory_budget="{round_up_bytes(self.minimum_bytes)}" or more'
-        return f"What to do: {budget}, or use a smaller batch or shorter sequences."
-
-    def _output_advice(self) -> list[str]:
-        return [] if self.returned is None else [output_advice(*self.returned)]
-
-
-@dataclass(eq=False, repr=False)
 class InvalidOption(FxrematError, ValueError):
     """An option has a value that it cannot have.
 
@@ -143,7 +139,6 @@ class UnknownOption(InvalidOption):
         return f"there is no option {self.option!r}{hint} (options: {', '.join(self.choices)})"
 
 
-@dataclass(eq=False, repr=False)
 class SolverRefused(FxrematError):
     """The requested solver cannot plan this graph; ``reason`` says why, and which one can."""
 
@@ -154,7 +149,6 @@ class SolverRefused(FxrematError):
         return f"solver {self.solver!r} cannot plan this graph: {self.reason}"
 
 
-@dataclass(eq=False, repr=False)
 class HostMemoryExceeded(FxrematError):
     """A copy to host memory would exceed the limit for such copies."""
 
@@ -172,7 +166,6 @@ class HostMemoryExceeded(FxrematError):
         )
 
 
-@dataclass(eq=False, repr=False)
 class PromiseBroken(_Record, UserWarning):
     """More forwards are in flight than were planned for, so the budget will be exceeded.
 
@@ -223,7 +216,6 @@ class PromiseBroken(_Record, UserWarning):
         )
 
 
-@dataclass(eq=False, repr=False)
 class BudgetExceeded(_Record, UserWarning):
     """A step took more memory than the budget, because of memory that no plan knows of.
 
@@ -257,7 +249,6 @@ class BudgetExceeded(_Record, UserWarning):
         )
 
 
-@dataclass(eq=False, repr=False)
 class LeftOut(_Record, UserWarning):
     """Something of fxremat failed: ``what``, for a ``reason``. The run goes on without it.
 
@@ -276,7 +267,6 @@ class LeftOut(_Record, UserWarning):
         )
 
 
-@dataclass(eq=False, repr=False)
 class VerificationFailed(FxrematError):
     """A check found a mistake in what fxremat made: a bug, caught before it does harm."""
 
@@ -292,7 +282,6 @@ class VerificationFailed(FxrematError):
         )
 
 
-@dataclass(eq=False, repr=False)
 class GraphsDiffer(FxrematError):
     """Ranks that run a graph together compile different graphs, or have different plans.
 
@@ -326,7 +315,6 @@ class GraphsDiffer(FxrematError):
         )
 
 
-@dataclass(eq=False, repr=False)
 class RankMissing(FxrematError):
     """Something that another rank of the job had to send did not arrive within ``seconds``.
 
@@ -341,19 +329,16 @@ class RankMissing(FxrematError):
 
     def __str__(self) -> str:
         whose = "another rank" if self.rank is None else f"rank {self.rank}"
-        if self.why is not None:
-            return f"no {self.what} came from {whose}: {self.why}\nWhat to do: {self._advice()}"
+        within, more = f": {self.why}", ""
+        if self.why is None:
+            within = f" within {self.seconds:g} s"
+            more = " If planning takes longer than that, raise the option rank_timeout."
         return (
-            f"no {self.what} came from {whose} within {self.seconds:g} s\n"
-            f"What to do: {self._advice()} If planning takes longer than that, raise the option "
-            "rank_timeout."
+            f"no {self.what} came from {whose}{within}\nWhat to do: see the logs of the other "
+            f"ranks; one of them may have failed, or waits elsewhere.{more}"
         )
 
-    def _advice(self) -> str:
-        return "see the logs of the other ranks; one of them may have failed, or waits elsewhere."
 
-
-@dataclass(eq=False, repr=False)
 class NotTraceable(FxrematError):
     """A training step could not be made into one graph of forward and backward."""
 
@@ -364,7 +349,6 @@ class NotTraceable(FxrematError):
         return f"{self.name}: {self.why}"
 
 
-@dataclass(eq=False, repr=False)
 class UnknownDevice(FxrematError, ValueError):
     """There is no card of this name; ``known`` are all names, ``near`` is the most similar."""
 
@@ -377,7 +361,6 @@ class UnknownDevice(FxrematError, ValueError):
         return f"there is no device {self.name!r}{hint} (devices: {', '.join(self.known)})"
 
 
-@dataclass(eq=False, repr=False)
 class UnsupportedDevice(FxrematError, NotImplementedError):
     """A budget was asked for on a ``device`` whose memory fxremat does not count."""
 
@@ -402,7 +385,6 @@ class NeedsTriton(FxrematError, ImportError):
         )
 
 
-@dataclass(eq=False, repr=False)
 class CannotVary(FxrematError, ValueError):
     """A size of the inputs was asked to vary and cannot; ``why`` says the reason."""
 

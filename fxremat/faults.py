@@ -40,28 +40,15 @@ PASSES_OF_CHECKS = {"in place": "inplace", "gradient sums": "sums"}
 
 
 @dataclass(frozen=True)
-class _Less:
-    """What is left out: ``what`` says it, and ``policy`` is the one without."""
+class _Way:
+    """Leaves something out of a policy: ``what`` says it, ``without`` gives the policy."""
 
     what: str
-    policy: Policy
+    without: Callable[[Policy], Policy]
 
 
-Way = Callable[[Policy], _Less]
-"""Leaves something out of a policy."""
-
-_FAULTY: list[Way] = []
+_FAULTY: list[_Way] = []
 """What failed in this process, which is not tried again."""
-
-
-@dataclass(frozen=True)
-class _Tried:
-    """One fault, and what was left out for it."""
-
-    way: Way
-    less: _Less
-    fault: Exception
-    asked: Request
 
 
 def reset() -> None:
@@ -79,29 +66,32 @@ def with_less_after_faults(
     """
     policy = request.policy
     for known in _FAULTY:
-        policy = known(policy).policy
-    asked, tried = replace(request, policy=policy), list[_Tried]()
+        policy = known.without(policy)
+    asked, tried = replace(request, policy=policy), list[tuple[_Way, Exception, Request]]()
     while True:
         try:
             made = make(asked)
         except Exception as fault:
-            found = _first_that_helps(asked.policy, fault) if _is_ours(fault) else None
-            if found is not None:
-                tried.append(_Tried(*found, fault, asked))
-                asked = replace(asked, policy=found[1].policy)
+            ways = _ways(fault, asked.policy.solver) if _is_ours(fault) else ()
+            helping = (one for one in ways if one.without(asked.policy) != asked.policy)
+            way = next(helping, None)
+            if way is not None:
+                tried.append((way, fault, asked))
+                asked = replace(asked, policy=way.without(asked.policy))
                 continue
             if tried and not isinstance(fault, FxrematError):
-                raise tried[0].fault from None
+                _, first, _ = tried[0]
+                raise first from None
             _leave_out(tried, about)
             raise
         _leave_out(tried, about)
         return made
 
 
-def _leave_out(tried: Iterable[_Tried], about: Callable[[], str]) -> None:
-    for one in tried:
-        _FAULTY.append(one.way)
-        _tell(one, about)
+def _leave_out(tried: Iterable[tuple[_Way, Exception, Request]], about: Callable[[], str]) -> None:
+    for way, fault, asked in tried:
+        _FAULTY.append(way)
+        _tell(way.what, fault, asked, about)
 
 
 def _is_ours(fault: Exception) -> bool:
@@ -116,50 +106,41 @@ def _is_ours(fault: Exception) -> bool:
     return any(part in file for file in files for part in OURS)
 
 
-def _first_that_helps(policy: Policy, fault: Exception) -> tuple[Way, _Less] | None:
-    ways = ((way, way(policy)) for way in _ways(fault))
-    return next((one for one in ways if one[1].policy != policy), None)
-
-
-def _ways(fault: Exception) -> Iterator[Way]:
+def _ways(fault: Exception, solver: str) -> Iterator[_Way]:
     """What is named first, then all of a kind, then everything but the simplest solver."""
     check = fault.check if isinstance(fault, VerificationFailed) else ""
     words = set(re.findall(r"\w+", check))
-    named = tuple(rule.name for rule in table.RULES if rule.name in words)
+    every = tuple(rule.name for rule in table.RULES)
+    named = tuple(name for name in every if name in words)
     if named:
-        yield partial(_without_rules, names=named, what=f"the variant {', '.join(named)}")
+        yield _Way(f"the variant {', '.join(named)}", partial(_without_rules, names=named))
     for name, option in PASSES_OF_CHECKS.items():
         if name in check:
-            yield partial(_without_passes, names=(option,))
-    every = tuple(rule.name for rule in table.RULES)
-    yield partial(_without_rules, names=every, what="every variant")
-    yield partial(_without_passes, names=tuple(PASSES_OF_CHECKS.values()))
-    yield _without_solver
+            yield _Way(f"the pass {option}", partial(_without_passes, names=(option,)))
+    yield _Way("every variant", partial(_without_rules, names=every))
+    passes = tuple(PASSES_OF_CHECKS.values())
+    yield _Way(f"the pass {', '.join(passes)}", partial(_without_passes, names=passes))
+    yield _Way(f"the solver {solver!r}", lambda policy: replace(policy, solver="greedy"))
 
 
-def _without_rules(policy: Policy, names: tuple[str, ...], what: str) -> _Less:
+def _without_rules(policy: Policy, names: tuple[str, ...]) -> Policy:
     allowed = table.rules_named(policy.variants, allow_lossy=True)
     left = tuple(rule.name for rule in allowed if rule.name not in names)
-    return _Less(what, replace(policy, variants=left) if len(left) < len(allowed) else policy)
+    return replace(policy, variants=left) if len(left) < len(allowed) else policy
 
 
-def _without_passes(policy: Policy, names: tuple[str, ...]) -> _Less:
-    disabled = tuple(dict.fromkeys((*policy.disabled, *names)))
-    return _Less(f"the pass {', '.join(names)}", replace(policy, disabled=disabled))
+def _without_passes(policy: Policy, names: tuple[str, ...]) -> Policy:
+    return replace(policy, disabled=tuple(dict.fromkeys((*policy.disabled, *names))))
 
 
-def _without_solver(policy: Policy) -> _Less:
-    return _Less(f"the solver {policy.solver!r}", replace(policy, solver="greedy"))
-
-
-def _tell(tried: _Tried, about: Callable[[], str]) -> None:
-    fault, told = tried.fault, "".join(traceback.format_exception(tried.fault))
+def _tell(what: str, fault: Exception, asked: Request, about: Callable[[], str]) -> None:
+    told = "".join(traceback.format_exception(fault))
     versions = f"fxremat {build()}, torch {torch.__version__}"
-    text = "\n".join([versions, told, repr(tried.asked), about()])
+    text = "\n".join([versions, told, repr(asked), about()])
     name = hashlib.sha256(text.encode()).hexdigest()[:16]
     path = Path(cache_directory()) / "fxremat" / "faults" / f"{name}.txt"
     write_whole(path, text)
-    warning = LeftOut(tried.less.what, f"{type(fault).__name__}: {fault}".split("\n")[0], str(path))
+    warning = LeftOut(what, f"{type(fault).__name__}: {fault}".split("\n")[0], str(path))
     log.warning("%s", warning)
     forget_frames(fault)
     warnings.warn(warning, stacklevel=3)

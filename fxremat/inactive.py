@@ -11,17 +11,13 @@ import atexit
 import logging
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from fxremat.compat.dynamo import (
-    GivenUp,
-    frames_given_up,
-    modules_compiled_by,
-    options_given_to,
-)
+from fxremat.compat.dynamo import GivenUp, frames_given_up, modules_compiled_by, options_given_to
 from fxremat.options import BUDGET_VARIABLE, disabled
 
 log = logging.getLogger(__name__)
@@ -31,21 +27,16 @@ STEPS_LOOKED_AT = 2
 REASONS_SHOWN = 3
 
 
+@dataclass
 class Watch:
     """What a process has compiled for a budget, and what it was told."""
 
-    def __init__(self, backend: Callable[..., Any]) -> None:
-        self.backend = backend
-        self.training_graphs = 0
-        """Compiled under a budget; those that cannot be planned were warned of."""
-        self.steps = 0
-        self.told: set[GivenUp] = set()
-        self.told_of_none = False
-
-    def after_step(self) -> None:
-        """An optimizer has stepped, and what it stepped with is still there."""
-        self.steps += 1
-        self.look(modules=self.steps <= STEPS_LOOKED_AT)
+    backend: Callable[..., Any]
+    training_graphs: int = 0
+    """Compiled under a budget; those that cannot be planned were warned of."""
+    steps: int = 0
+    told: set[GivenUp] = field(default_factory=set)
+    told_of_none: bool = False
 
     def look(self, *, modules: bool = True) -> None:
         """Warn of what is new; ``modules``: also where Dynamo was not asked for anything."""
@@ -123,9 +114,14 @@ def watch(backend: Callable[..., Any]) -> None:
 
 
 def _after_step(*_: object) -> None:
-    """An optimizer has stepped. Dynamo traces this where a step is compiled, and sees nothing."""
+    """An optimizer has stepped, and what it stepped with is still there.
+
+    Dynamo traces this where a step is compiled, and sees nothing.
+    """
     if not torch.compiler.is_compiling():
-        _WATCHES[-1].after_step()
+        newest = _WATCHES[-1]
+        newest.steps += 1
+        newest.look(modules=newest.steps <= STEPS_LOOKED_AT)
 
 
 def look() -> None:

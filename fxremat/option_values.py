@@ -9,14 +9,16 @@ from __future__ import annotations
 import math
 import numbers
 import os
+import re
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from fxremat.errors import InvalidOption
 from fxremat.sizes import MIB, format_bytes, has_unit, parse_bytes
 
+T = TypeVar("T")
 COUNTS = ("reserved", "allocated")
 
 
@@ -33,6 +35,11 @@ class Given:
     def refuse(self, expected: str, choices: Iterable[str] = ()) -> InvalidOption:
         """The error to raise; ``expected`` completes the sentence "expected ..."."""
         return InvalidOption(self.option, self.value, expected, tuple(choices), self.variable)
+
+
+def optional(read: Callable[[Given], T]) -> Callable[[Given], T | None]:
+    """What reads an option that may be None."""
+    return lambda given: None if given.value is None else read(given)
 
 
 def machine_memory_bytes() -> int:
@@ -76,9 +83,8 @@ def _refuse_tiny(given: Given, nbytes: int) -> None:
     )
 
 
-def read_budget(given: Given) -> int | None:
-    if given.value is None:
-        return None
+@optional
+def read_budget(given: Given) -> int:
     nbytes, total = _read_size(given), given.device_total_bytes
     if nbytes <= 0:
         raise given.refuse("more than zero bytes")
@@ -89,9 +95,8 @@ def read_budget(given: Given) -> int | None:
     return nbytes
 
 
-def read_reserve(given: Given) -> int | None:
-    if given.value is None:
-        return None
+@optional
+def read_reserve(given: Given) -> int:
     nbytes = _read_size(given)
     if nbytes < 0:
         raise given.refuse("zero bytes or more")
@@ -115,9 +120,8 @@ def read_optimizer(given: Given) -> Any:
     return value.strip().lower()
 
 
-def read_bandwidth(given: Given) -> int | None:
-    if given.value is None:
-        return None
+@optional
+def read_bandwidth(given: Given) -> int:
     if isinstance(given.value, str) and "%" in given.value:
         raise given.refuse("bytes per second, such as '25GB'")
     text = given.value.removesuffix("/s") if isinstance(given.value, str) else given.value
@@ -140,9 +144,8 @@ def read_choice(given: Given, choices: tuple[str, ...]) -> str:
     return str(given.value)
 
 
-def read_count(given: Given) -> str | None:
-    if given.value is None:
-        return None
+@optional
+def read_count(given: Given) -> str:
     count = read_choice(given, COUNTS)
     if count == "reserved" and given.device_total_bytes is None:
         raise given.refuse("'allocated' on the CPU: no allocator there keeps what is freed")
@@ -158,12 +161,8 @@ def read_solver(given: Given) -> str:
     return read_choice(given, ("auto", *(name for name in names if name != "auto")))
 
 
-def read_seconds(given: Given) -> float | None:
-    value = given.value
-    if value is None:
-        return None
-    if given.variable is not None:
-        value = _float_or_nan(str(value))
+def read_seconds(given: Given) -> float:
+    value = given.value if given.variable is None else _float_or_nan(str(given.value))
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise given.refuse("a number of seconds")
     if not 0 < value < math.inf:
@@ -171,16 +170,8 @@ def read_seconds(given: Given) -> float | None:
     return float(value)
 
 
-def read_seconds_of_waiting(given: Given) -> float:
-    seconds = read_seconds(given)
-    if seconds is None:
-        raise given.refuse("a number of seconds")
-    return seconds
-
-
-def read_number_of_runs(given: Given) -> int | None:
-    if given.value is None:
-        return None
+@optional
+def read_number_of_runs(given: Given) -> int:
     value = _float_or_nan(str(given.value))
     if isinstance(given.value, bool) or not 1 <= value < math.inf or value != int(value):
         raise given.refuse("a whole number of 1 or more")
@@ -218,9 +209,8 @@ def read_enforce(given: Given) -> bool:
     return asked
 
 
-def read_path(given: Given) -> str | None:
-    if given.value is None:
-        return None
+@optional
+def read_path(given: Given) -> str:
     if not isinstance(given.value, (str, os.PathLike)) or not os.fspath(given.value):
         raise given.refuse("a path")
     return str(os.fspath(given.value))
@@ -233,21 +223,21 @@ def read_inductor(given: Given) -> tuple[tuple[str, Any], ...]:
     return tuple(sorted(value.items(), key=lambda item: item[0]))
 
 
-def read_variants(given: Given) -> tuple[str, ...] | None:
+@optional
+def read_variants(given: Given) -> tuple[str, ...]:
     """Names of variants, as a list or as text with commas; None is those tried by default."""
     from fxremat.passes.variants.table import ALL, RULES  # lazily: few options need rules
 
     names = _names_in(given)
-    if names is None or names in ([ALL], (ALL,)):
-        return None if names is None else (ALL,)
-    return _known(
-        given, names, tuple(rule.name for rule in RULES), "'all', 'none' or a list of names"
-    )
+    if names in ([ALL], (ALL,)):
+        return (ALL,)
+    known = tuple(rule.name for rule in RULES)
+    return _known(given, names, known, "'all', 'none' or a list of names")
 
 
 def _names_in(given: Given) -> Any:
-    """Text with commas as a list; anything else as it is."""
-    text = given.value
+    """Text with commas as a list, nothing as an empty one; anything else as it is."""
+    text = () if given.value is None else given.value
     return [part.strip() for part in text.split(",")] if isinstance(text, str) else text
 
 
@@ -266,24 +256,22 @@ PASSES = ("recompute", "sums", "inplace")
 """The passes that ``disable_passes`` may name; offloading and variants have own options."""
 
 
+def read_passes(given: Given) -> tuple[str, ...]:
+    """Names of passes, as a list or as text with commas."""
+    return _known(given, _names_in(given), PASSES, "names of passes")
+
+
 def read_ops(given: Given) -> tuple[str, ...]:
     """Names of ops, whose library may be loaded later: "library::op"."""
     names = _names_in(given)
-    names = () if names is None else names
-    if not isinstance(names, (list, tuple)) or not all(map(_is_name_of_op, names)):
+    if not isinstance(names, (list, tuple)) or not all(
+        isinstance(name, str) and _NAME_OF_OP.fullmatch(name) for name in names
+    ):
         raise given.refuse("names of ops, as 'library::op'")
     return tuple(dict.fromkeys(names))
 
 
-def _is_name_of_op(name: object) -> bool:
-    parts = name.split("::") if isinstance(name, str) else []
-    return len(parts) == 2 and all(part.isidentifier() for part in parts)
-
-
-def read_passes(given: Given) -> tuple[str, ...]:
-    """Names of passes, as a list or as text with commas."""
-    names = _names_in(given)
-    return () if names is None else _known(given, names, PASSES, "names of passes")
+_NAME_OF_OP = re.compile(r"[^\W\d]\w*::[^\W\d]\w*")
 
 
 def lossy_among(names: Iterable[str]) -> tuple[str, ...]:

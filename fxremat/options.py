@@ -9,49 +9,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from fxremat import option_values as values
 from fxremat.errors import InvalidOption, UnknownOption
-from fxremat.option_values import (
-    Given,
-    lossy_among,
-    machine_memory_bytes,
-    read_bandwidth,
-    read_bool,
-    read_budget,
-    read_choice,
-    read_count,
-    read_enforce,
-    read_inductor,
-    read_link,
-    read_number_of_runs,
-    read_ops,
-    read_optimizer,
-    read_passes,
-    read_path,
-    read_reserve,
-    read_seconds,
-    read_seconds_of_waiting,
-    read_solver,
-    read_variants,
-)
-from fxremat.sizes import format_bytes, parse_bytes
+from fxremat.option_values import Given
+from fxremat.sizes import format_bytes
 
 if TYPE_CHECKING:
     from fxremat.memory.optimizers import OptimizerLike
-
-__all__ = [
-    "OptionRow",
-    "Options",
-    "disabled",
-    "format_bytes",
-    "list_options",
-    "machine_memory_bytes",
-    "options_table",
-    "parse_bytes",
-    "parse_options",
-]
 
 EXECUTORS = ("inductor", "aot_eager")
 OP_TIMES = ("auto", "roofline", "measured")
@@ -62,15 +29,22 @@ BUDGET_VARIABLE = "FXREMAT_MEMORY_BUDGET"
 def _option(
     default: object,
     read: Callable[[Given], object],
-    variable: str | None,
     kind: str,
     doc: str,
     unset: str | None = None,
-    hashed: bool | None = None,
+    plain: bool = True,
 ) -> Any:
-    """A field of `Options`; ``unset`` describes the default where ``repr`` would not."""
-    metadata = {"read": read, "variable": variable, "type": kind, "doc": doc, "unset": unset}
-    return field(default=default, hash=hashed, metadata=metadata)
+    """A field of `Options`; ``unset`` describes the default where ``repr`` would not.
+
+    Values that are ``plain`` can be hashed, and given as text by a variable of the environment.
+    """
+    metadata = {"read": read, "type": kind, "doc": doc, "unset": unset, "plain": plain}
+    return field(default=default, hash=None if plain else False, metadata=metadata)
+
+
+def _variable(option: Field[Any]) -> str:
+    """The environment variable of an option, "" where it has none."""
+    return f"FXREMAT_{option.name.upper()}" if option.metadata["plain"] else ""
 
 
 @dataclass(frozen=True)
@@ -82,16 +56,14 @@ class Options:
 
     memory_budget: int | None = _option(
         None,
-        read_budget,
-        BUDGET_VARIABLE,
+        values.read_budget,
         "bytes: int, '8GiB', '8GB', '80%' (of the device), or None",
         "Most bytes on the device at any moment of forward and backward.",
         unset="CUDA: nearly all that is free when compiling; elsewhere: no limit",
     )
     reserve: int | None = _option(
         None,
-        read_reserve,
-        "FXREMAT_RESERVE",
+        values.read_reserve,
         "bytes, as memory_budget; may be 0",
         "Bytes of the budget that your code will hold beside all that is counted without it: the "
         "graph, what optimizers hold, and on CUDA what is allocated already, and what cuBLAS and "
@@ -100,16 +72,14 @@ class Options:
     )
     optimizer: OptimizerLike | None = _option(  # noqa: RUF009 (a reference is never changed)
         None,
-        read_optimizer,
-        "FXREMAT_OPTIMIZER",
+        values.read_optimizer,
         "an optimizer, its class, a name such as 'adamw', or 'none'",
         "What steps for the parameters: its states, and what a step makes beside, count.",
         unset="the optimizers that have parameters of the model when it is compiled",
     )
     count: str | None = _option(
         None,
-        read_count,
-        "FXREMAT_COUNT",
+        values.read_count,
         "'reserved' or 'allocated'",
         "Which bytes the budget limits: 'reserved' is all that torch's allocator takes from the "
         "device, with freed memory that it keeps, 'allocated' what tensors take. On the CPU both "
@@ -118,24 +88,21 @@ class Options:
     )
     enforce: bool = _option(
         False,
-        read_enforce,
-        "FXREMAT_ENFORCE",
+        values.read_enforce,
         "bool",
         "On CUDA: hold torch's allocator to the budget as long as a graph of it lives, whoever "
         "asks for more. The error that comes of it says what the plan holds.",
     )
     inference: bool = _option(
         False,
-        read_bool,
-        "FXREMAT_INFERENCE",
+        values.read_bool,
         "bool",
         "Hold graphs that take no gradients, as in evaluation and generation, to the budget, too: "
         "one that would take more raises InfeasibleBudget before it runs.",
     )
     arena: bool | None = _option(
         None,
-        lambda given: None if given.value is None else read_bool(given),
-        "FXREMAT_ARENA",
+        values.optional(values.read_bool),
         "bool",
         "Give buffers of compiled graphs addresses that are decided with the plan, in one block of "
         "memory.",
@@ -143,8 +110,7 @@ class Options:
     )
     instances: int | None = _option(
         None,
-        read_number_of_runs,
-        "FXREMAT_INSTANCES",
+        values.read_number_of_runs,
         "int or None",
         "The most forwards of one compiled part whose backward has not run yet, as with blocks "
         "that are compiled one by one, or with micro-batches.",
@@ -152,30 +118,26 @@ class Options:
     )
     rank_timeout: float = _option(
         300.0,
-        read_seconds_of_waiting,
-        "FXREMAT_RANK_TIMEOUT",
+        values.read_seconds,
         "seconds",
         "How long a rank waits for the plan of another rank that compiles the same graph.",
     )
     executor: str = _option(
         "inductor",
-        lambda given: read_choice(given, EXECUTORS),
-        "FXREMAT_EXECUTOR",
+        lambda given: values.read_choice(given, EXECUTORS),
         "'inductor' or 'aot_eager'",
         "What runs the planned graphs: Inductor's kernels, or eager operators (to debug).",
     )
     solver: str = _option(
         "auto",
-        read_solver,
-        "FXREMAT_SOLVER",
+        values.read_solver,
         "'auto' or the name of a solver",
         "What decides which ops to recompute; 'auto' takes the best plan of all solvers that suit "
         "the graph.",
     )
     solver_time_limit: float | None = _option(
         None,
-        read_seconds,
-        "FXREMAT_SOLVER_TIME_LIMIT",
+        values.optional(values.read_seconds),
         "seconds or None",
         "Stop solving after this time. A plan cut short by time may differ from run to run; it is "
         "cached on disk, so that the same graph gets it again.",
@@ -183,85 +145,74 @@ class Options:
     )
     offload: bool = _option(
         False,
-        read_bool,
-        "FXREMAT_OFFLOAD",
+        values.read_bool,
         "bool",
         "Move saved activations to host memory and back where that is faster than to recompute.",
     )
     host_memory_budget: int | None = _option(
         None,
-        read_reserve,
-        "FXREMAT_HOST_MEMORY_BUDGET",
+        values.read_reserve,
         "bytes: int, '8GiB', '8GB', '50%' (of this machine), or None",
         "Most bytes of moved activations in host memory at any moment, for each process.",
         unset="half of this machine's memory",
     )
     host_bandwidth: int | None = _option(
         None,
-        read_bandwidth,
-        "FXREMAT_HOST_BANDWIDTH",
+        values.read_bandwidth,
         "bytes per second: int, '25GB', or None",
         "Bandwidth of a copy to host memory, or from there, while another copy runs.",
         unset="from the name of the device; with op_times='measured', measured here",
     )
     link_bandwidth: int | None = _option(
         None,
-        read_link,
-        "FXREMAT_LINK_BANDWIDTH",
+        values.read_link,
         "bytes per second: int, '25GB', or None",
         "Bandwidth at which a rank sends to others in a collective, such as between nodes.",
         unset="from the name of the device, for ranks of one machine",
     )
     variants: tuple[str, ...] | None = _option(
         None,
-        read_variants,
-        "FXREMAT_VARIANTS",
+        values.read_variants,
         "'all', 'none', or names",
         "Operator variants to choose from; `python -m fxremat variants` lists them.",
         unset="those that pay",
     )
     allow_lossy: bool = _option(
         False,
-        read_bool,
-        "FXREMAT_ALLOW_LOSSY",
+        values.read_bool,
         "bool",
         "Allow variants that store values inexactly. Gradients are then near, not exact.",
     )
     repeatable: tuple[str, ...] = _option(
         (),
-        read_ops,
-        "FXREMAT_REPEATABLE",
+        values.read_ops,
         "names of ops, as 'library::op'",
         "Custom ops that may run again in the backward. Without it those that declare no writes "
         "and no random numbers are run twice on made-up data, and may run again where both agree.",
     )
     disable_passes: tuple[str, ...] = _option(
         (),
-        read_passes,
-        "FXREMAT_DISABLE_PASSES",
+        values.read_passes,
         "names, of 'recompute', 'sums', 'inplace'",
         "Passes to leave out, to see what each is worth: recomputing, adding gradients up where "
         "they are computed, writing results over inputs that are not read again.",
     )
     op_times: str = _option(
         "auto",
-        lambda given: read_choice(given, OP_TIMES),
-        "FXREMAT_OP_TIMES",
+        lambda given: values.read_choice(given, OP_TIMES),
         "'auto', 'roofline' or 'measured'",
         "Where the time of an op comes from: measured once on this device, or computed from its "
         "shapes; 'auto' measures, but not where torch.distributed has several ranks.",
     )
     verify: bool = _option(
         True,
-        read_bool,
-        "FXREMAT_VERIFY",
+        values.read_bool,
         "bool",
         "Verify every plan, and that every rewritten graph computes what the original does.",
     )
     report: str | None = _option(
         None,
-        read_path,
-        "FXREMAT_REPORT",
+        values.read_path,
         "path or None",
         "Folder for files about each graph, also where a budget is refused: problem, plan, report, "
         "a page that shows the step, and files for viewers.",
@@ -269,29 +220,16 @@ class Options:
     )
     inductor: tuple[tuple[str, Any], ...] = _option(
         (),
-        read_inductor,
-        None,
+        values.read_inductor,
         "mapping",
         "Options of Inductor, passed on as they are.",
         unset="{}",
-        hashed=False,
+        plain=False,
     )
 
     def inductor_options(self) -> dict[str, Any]:
         """The option ``inductor`` as the mapping it was given as."""
         return dict(self.inductor)
-
-
-def _gather(mapping: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
-    """What was given, by option: (value, environment variable or None)."""
-    found: dict[str, Any] = {}
-    for row in fields(Options):
-        variable = row.metadata["variable"]
-        if row.name in mapping:
-            found[row.name] = (mapping[row.name], None)
-        elif variable is not None and environment.get(variable, "").strip():
-            found[row.name] = (environment[variable], variable)
-    return found
 
 
 def parse_options(
@@ -308,21 +246,25 @@ def parse_options(
     may have besides "auto", by default those of `fxremat.planner`.
     """
     mapping = {} if mapping is None else mapping
-    readers = {row.name: row.metadata["read"] for row in fields(Options)}
+    environment = os.environ if environment is None else environment
+    options = {row.name: row for row in fields(Options)}
     for name in mapping:
-        if name not in readers:
-            raise UnknownOption(str(name), mapping[name], tuple(readers))
-    given = _gather(mapping, os.environ if environment is None else environment)
-    values = {
-        name: readers[name](Given(name, value, variable, device_total_bytes, solvers))
-        for name, (value, variable) in given.items()
-    }
-    return _checked_together(Options(**values))
+        if name not in options:
+            raise UnknownOption(str(name), mapping[name], tuple(options))
+    read: dict[str, Any] = {}
+    for name, row in options.items():
+        variable = None if name in mapping else _variable(row)
+        text = environment.get(variable, "") if variable else ""
+        if name in mapping or text.strip():
+            value = mapping.get(name, text)
+            given = Given(name, value, variable, device_total_bytes, solvers)
+            read[name] = row.metadata["read"](given)
+    return _checked_together(Options(**read))
 
 
 def _checked_together(options: Options) -> Options:
     budget, reserve = options.memory_budget, options.reserve
-    lossy = lossy_among(options.variants or ())
+    lossy = values.lossy_among(options.variants or ())
     if lossy and not options.allow_lossy:
         expected = f"allow_lossy=True with it, because {lossy[0]} stores values inexactly"
         raise InvalidOption("variants", list(options.variants or ()), expected)
@@ -339,7 +281,7 @@ def disabled(environment: Mapping[str, str] | None = None) -> bool:
     """Whether ``FXREMAT_DISABLE=1`` asks to compile as if fxremat were not there."""
     environment = os.environ if environment is None else environment
     text = environment.get(DISABLE_VARIABLE, "").strip()
-    return bool(text) and read_bool(Given("disable", text, DISABLE_VARIABLE, None, None))
+    return bool(text) and values.read_bool(Given("disable", text, DISABLE_VARIABLE, None, None))
 
 
 class OptionRow(NamedTuple):
@@ -359,7 +301,7 @@ def list_options() -> list[OptionRow]:
             row.name,
             row.metadata["type"],
             row.metadata["unset"] or repr(row.default),
-            row.metadata["variable"] or "",
+            _variable(row),
             row.metadata["doc"],
         )
         for row in fields(Options)

@@ -204,36 +204,43 @@ def _recorded(
             return recorder.record()
 
 
-def _bytes(record: LoopRecord, holder: str, step: int | None = None) -> list[int]:
-    """Bytes of the blocks of a holder, in the order in which they were allocated."""
+def _bytes(record: LoopRecord, holder: str | None, step: int | None = None) -> list[int]:
+    """Bytes of the blocks of a holder as they were allocated; None: of what an optimizer makes."""
     return [
         one.event.nbytes
         for one in record.happenings
         if isinstance(one.event, Allocate) and step in (None, one.step)
-        and record.holders[one.event.name] == holder
+        and (record.holders[one.event.name] == holder if holder else one.moment == "optimizer")
     ]  # fmt: skip
 
 
-def _in_optimizer(record: LoopRecord, step: int) -> list[int]:
-    """Bytes of the blocks that an optimizer's step allocates."""
-    return [
-        one.event.nbytes
-        for one in record.happenings
-        if isinstance(one.event, Allocate) and one.step == step and one.moment == "optimizer"
-    ]
+def _trained_with(
+    optimizer: Callable[..., torch.optim.Optimizer],
+    micro_batches: int = 1,
+    late: bool = False,
+    **options: object,
+) -> Loop:
+    """Gradients are dropped ``late``, when the next forward has run, or once they are used."""
 
-
-def _trained_with(optimizer: Callable[..., torch.optim.Optimizer], **options: object) -> Loop:
     def loop(model: nn.Module, next_step: NextStep) -> None:
         own = optimizer(model.parameters(), **options)
         for step in range(3):
             if step:
                 next_step()
-            model().backward()
+            for _ in range(micro_batches):
+                loss = model()
+                if late:
+                    own.zero_grad()
+                loss.backward()
+                del loss
             own.step()
-            own.zero_grad()
+            if not late:
+                own.zero_grad()
 
     return loop
+
+
+SGD, DROPPED_LATE = (_trained_with(torch.optim.SGD, lr=0.1, late=late) for late in (False, True))
 
 
 @pytest.mark.parametrize(
@@ -249,8 +256,8 @@ def test_adamw_makes_two_states_and_the_square_roots_of_one(
     options: dict[str, bool], first: list[int], later: list[int]
 ) -> None:
     record = _recorded(_trained_with(torch.optim.AdamW, **options))
-    assert _in_optimizer(record, 0) == first
-    assert _in_optimizer(record, 1) == _in_optimizer(record, 2) == later
+    assert _bytes(record, None, 0) == first
+    assert _bytes(record, None, 1) == _bytes(record, None, 2) == later
     states = [nbytes for nbytes in first if nbytes > 4][: 2 * WEIGHTS]
     assert [n for n in _bytes(record, "states") if n > 4] == states
 
@@ -258,7 +265,7 @@ def test_adamw_makes_two_states_and_the_square_roots_of_one(
 def test_momentum_is_a_copy_of_the_first_gradients() -> None:
     record = _recorded(_trained_with(torch.optim.SGD, lr=0.1, momentum=0.9))
     assert _bytes(record, "states") == [WEIGHT] * WEIGHTS
-    assert _in_optimizer(record, 1) == []
+    assert _bytes(record, None, 1) == []
 
 
 def test_gradients_are_those_of_the_graph_and_go_where_the_loop_drops_them() -> None:
@@ -273,19 +280,8 @@ def test_gradients_are_those_of_the_graph_and_go_where_the_loop_drops_them() -> 
     assert usage.steps[1].moment in ("forward", "backward")
 
 
-def _accumulated(model: nn.Module, next_step: NextStep) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for step in range(2):
-        if step:
-            next_step()
-        for _ in range(4):
-            model().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 def test_gradients_of_later_micro_batches_are_added_and_freed() -> None:
-    record = _recorded(_accumulated)
+    record = _recorded(_trained_with(torch.optim.SGD, micro_batches=4, lr=0.1))
     assert _bytes(record, "gradients", 0) == [WEIGHT] * WEIGHTS * 4
     usage = replay_loop(record)
     needed = WEIGHTS * WEIGHT * 2 + TEMPORARY + SAVED  # parameters, gradients, and the graph
@@ -293,19 +289,7 @@ def test_gradients_of_later_micro_batches_are_added_and_freed() -> None:
     assert needed <= usage.steps[0].allocated < needed + 0.01 * MIB
 
 
-def _dropped_late(model: nn.Module, next_step: NextStep) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for step in range(2):
-        if step:
-            next_step()
-        loss = model()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-
-
-@pytest.mark.parametrize(("loop", "late"), [(_trained_with(torch.optim.SGD, lr=0.1), False),
-                                            (_dropped_late, True)])  # fmt: skip
+@pytest.mark.parametrize(("loop", "late"), [(SGD, False), (DROPPED_LATE, True)])
 def test_gradients_live_through_the_next_forward_where_they_are_dropped_late(
     loop: Loop, late: bool
 ) -> None:
@@ -369,12 +353,12 @@ def test_emptying_the_cache_is_an_event() -> None:
 
 def test_libraries_take_workspaces_once_and_tuning_writes_over_memory_once() -> None:
     libraries = Libraries(workspace=32 * MIB, tuning=60 * MIB)
-    record = _recorded(_trained_with(torch.optim.SGD, lr=0.1), libraries)
+    record = _recorded(SGD, libraries)
     assert sorted(_bytes(record, "libraries")) == [32 * MIB] * 2 + [60 * MIB] * 2
 
 
 def test_what_is_placed_lies_in_the_arena_unless_something_lives_there() -> None:
-    record = _recorded(_dropped_late, layout=_layout())
+    record = _recorded(DROPPED_LATE, layout=_layout())
     places = [(one.step, one.event.nbytes, one.place) for one in record.happenings
               if isinstance(one.event, Allocate) and one.event.nbytes >= WEIGHT
               and record.holders[one.event.name] in ("graph", "gradients")]  # fmt: skip

@@ -112,11 +112,12 @@ def test_every_parameter_gets_the_gradient_that_it_has_with_checkpoints(name: st
 
 
 def test_only_models_with_dropout_draw_random_numbers() -> None:
-    assert [name for name in NAMES if uses_random_ops(build(name)[0])] == [
-        "bert",
-        "bert6",
-        "dropout",
-    ]
+    """None of those whose gradients with torch's knob are compared (`tests/test_torch_knob.py`)."""
+    eight = EIGHT.split(",")
+    drawing = {name for name in {*NAMES, *eight} if uses_random_ops(build(name)[0])}
+    assert drawing == {"bert", "bert6", "dropout"}
+    assert len(eight) == 8
+    assert not drawing & {*eight}
 
 
 # --- architectures ------------------------------------------------------------------------
@@ -146,14 +147,10 @@ def row(status: str, **found: Any) -> MatrixRow:
 
 def test_what_breaks_a_promise_is_bad() -> None:
     way = {"peaks": [90, 100], "first_seconds": 1.0, "step_seconds": 1.0}
-    assert not row("ok").is_bad
-    assert row("over").is_bad
-    assert row("failed").is_bad
-    assert row("inactive").is_bad
-    assert not row("inactive", warned=["no effect"]).is_bad
+    assert all(row(status).is_bad for status in ("over", "failed", "inactive"))
     assert row("refused", budget=100, checkpointed=way).is_bad
-    assert not row("refused", budget=99, checkpointed=way).is_bad
-    assert not row("refused", budget=99).is_bad
+    fine = row("ok"), row("inactive", warned=["no effect"]), row("refused", budget=99)
+    assert not any(one.is_bad for one in (*fine, row("refused", budget=99, checkpointed=way)))
 
 
 def test_a_file_is_continued_and_a_page_made(
@@ -172,18 +169,15 @@ def test_a_file_is_continued_and_a_page_made(
     assert matrix.main(["gnn", "--json", str(found)]) == 0
     assert matrix.main(["gnn", "gan", "--json", str(found)]) == 1
     assert asked == ["gnn", "gan"]
+    assert len(ARCHITECTURES) >= 45
+    with pytest.raises(SystemExit):
+        matrix.main(["nonsense"])
     assert "1 ok, 1 over" in capsys.readouterr().out
     data = json.loads(found.read_text(encoding="utf-8"))
     text = page(data["machine"], list(map(MatrixRow, data["rows"])), 45)
     assert "| gan | over |" in text
     assert "2 of 45 architectures are measured" in text
     assert "* **gnn**: much" in text
-
-
-def test_there_are_45_of_them_and_names_are_checked() -> None:
-    assert len(ARCHITECTURES) >= 45
-    with pytest.raises(SystemExit):
-        matrix.main(["nonsense"])
 
 
 @pytest.mark.slow
@@ -412,12 +406,6 @@ def test_every_way_that_is_matched_is_measured_before_fxremat_has_its_bytes() ->
         f"fxremat@{kind}" for kind in ("compile", "knob", "checkpoint", "selective")
     ]
     assert "plain@knob" in [one.name for one in ways([], bare=True)]
-
-
-def test_gradients_of_the_knob_can_be_compared() -> None:
-    """They are wrong with dropout (`tests/test_torch_knob.py`)."""
-    assert len(EIGHT.split(",")) == 8
-    assert not any(uses_random_ops(build(name)[0]) for name in EIGHT.split(","))
 
 
 class _Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -92,11 +92,6 @@ class Trial:
 # --- proposals ----------------------------------------------------------------------------
 
 
-def within(trial: Trial, aim: int) -> Evaluation | None:
-    """The fastest that is under the aim."""
-    return fastest_under(aim, trial.seen)
-
-
 @pytest.mark.parametrize("error", [-0.3, -0.07, 0.0, 0.07])
 def test_a_constant_error_of_the_planner_is_corrected(error: float) -> None:
     """What is found is near the best, however wrong the planner is by a constant."""
@@ -104,7 +99,7 @@ def test_a_constant_error_of_the_planner_is_corrected(error: float) -> None:
     offset, aim = round(error * whole), round(0.8 * whole)
     trial = Trial(lambda planned, order: planned + offset)
     trial.follow(UnderAim(draft_of(PROBLEM), aim, planning()).proposals())
-    found = within(trial, aim)
+    found = fastest_under(aim, trial.seen)
     best = planning().solve(PROBLEM, aim - offset)
     assert found is not None
     assert found.plan.time_us * (1 - MEASURABLE) <= best.time_us <= found.plan.time_us
@@ -183,7 +178,7 @@ def test_any_errors_of_the_planner(errors: list[int], share: float) -> None:
     trial.follow(UnderAim(draft_of(PROBLEM), aim, planning()).proposals())
     planned_only = [one for one in trial.asked if one.order == "planned"]
     assert len({one.key for one in planned_only}) == len(planned_only)
-    best = within(trial, aim)
+    best = fastest_under(aim, trial.seen)
     for one in trial.seen:
         if best is not None and one.peak_bytes <= aim:
             assert best.plan.time_us <= one.plan.time_us
@@ -216,9 +211,8 @@ def searching(
 
 
 def plan_under(part: float) -> Plan:
-    whole = Planning(Request(policy=Policy(solver="greedy")), StageTimes())
-    full = whole.solve(PROBLEM, None).peak_bytes
-    return whole.solve(PROBLEM, int(part * full))
+    full = planning().solve(PROBLEM, None).peak_bytes
+    return planning().solve(PROBLEM, int(part * full))
 
 
 @pytest.mark.parametrize(

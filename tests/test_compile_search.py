@@ -44,13 +44,22 @@ def refused(model: nn.Module, x: Tensor, budget: str, **options: Any) -> fxremat
     return caught.value
 
 
+def least_of(model: nn.Module, x: Tensor, **options: Any) -> int:
+    """The least budget, as an error names it."""
+    least = refused(model, x, "1B", **options).minimum_bytes
+    assert least is not None
+    return least
+
+
+EAGER = {"executor": "aot_eager", "variants": "none"}
+
+
 @pytest.mark.parametrize("executor", ["inductor", "aot_eager"])
 def test_there_is_one_number_for_the_least_peak(executor: str) -> None:
     """Whatever budget is refused, the number is that of `explain`; asked for, it is obeyed."""
     model, x = seeded(Classifier, 64, 16)
     options = {"executor": executor}
-    least = refused(model, x, "1B", **options).minimum_bytes
-    assert least is not None
+    least = least_of(model, x, **options)
     assert refused(model, x, f"{least - 1}B", **options).minimum_bytes == least
     found = fxremat.explain(model, x, memory_budget=f"{least}B", options=options)
     assert found.predicted_peak_bytes <= least
@@ -80,17 +89,15 @@ def test_a_least_that_is_known_is_obeyed_by_a_search_that_misses_it(
 ) -> None:
     """As one does that knows other times of ops; known by an error, or as the peak of a plan."""
     model, x = seeded(Classifier, 64, 16)
-    options = {"executor": "aot_eager", "variants": "none"}
     uncached.enter_context(inductor_config.patch(force_disable_caches=known == "not on disk"))
-    least = refused(model, x, "1B", **options).minimum_bytes
-    assert least is not None
+    least = least_of(model, x, **EAGER)
     if known == "planned":  # what the error named is forgotten, here alone: tests share a cache
         monkeypatch.setattr(known_least, "cache_directory", lambda: str(tmp_path))
-        fxremat.explain(model, x, memory_budget=f"{least}B", options=options)
+        fxremat.explain(model, x, memory_budget=f"{least}B", options=EAGER)
     monkeypatch.setattr(Search, "_least", of_everything_kept)
     monkeypatch.setattr(Search, "_under", of_everything_kept)
-    assert refused(model, x, f"{least - 1}B", **options).minimum_bytes == least
-    found = fxremat.explain(model, x, memory_budget=f"{least}B", options=options)
+    assert refused(model, x, f"{least - 1}B", **EAGER).minimum_bytes == least
+    found = fxremat.explain(model, x, memory_budget=f"{least}B", options=EAGER)
     assert found.predicted_peak_bytes <= least
 
 
@@ -99,16 +106,14 @@ def test_the_number_that_an_error_names_is_obeyed_without_a_search(
 ) -> None:
     """A search there ends with the same plan, after some dry runs more."""
     model, x = seeded(Classifier, 64, 16)
-    options = {"executor": "aot_eager", "variants": "none"}
-    least = refused(model, x, "1B", **options).minimum_bytes
-    assert least is not None
+    least = least_of(model, x, **EAGER)
 
     def search(_: Search) -> Any:
         raise AssertionError("a search")
 
     monkeypatch.setattr(Search, "run", search)
     for budget in (least, int(1.009 * least)):
-        found = fxremat.explain(model, x, memory_budget=f"{budget}B", options=options)
+        found = fxremat.explain(model, x, memory_budget=f"{budget}B", options=EAGER)
         assert found.predicted_peak_bytes <= least
 
 
@@ -117,15 +122,14 @@ def test_the_number_that_an_error_names_is_obeyed_without_a_search(
 )
 def test_a_spoiled_answer_changes_no_error(spoiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = seeded(Classifier, 64, 16)
-    options = {"executor": "aot_eager", "variants": "none"}
-    least = refused(model, x, "1B", **options).minimum_bytes
+    least = least_of(model, x, **EAGER)
     monkeypatch.setattr(Answers, "read", lambda *_: spoiled)
-    assert refused(model, x, "1B", **options).minimum_bytes == least
+    assert refused(model, x, "1B", **EAGER).minimum_bytes == least
 
 
 def test_the_refused_report_names_the_same_number(tmp_path: Any) -> None:
     model, x = seeded(Classifier, 64, 16)
-    least = refused(model, x, "1B", report=str(tmp_path)).minimum_bytes
+    least = least_of(model, x, report=str(tmp_path))
     (path,) = tmp_path.glob("*.report.json")
     assert f'"minimum_peak_bytes": {least}' in path.read_text(encoding="utf-8")
 
@@ -143,24 +147,13 @@ def test_the_least_without_variants_is_at_most_what_torch_takes() -> None:
     step()
     step()
     peak = fxremat.measure_peak(step, held=(model, x)).peak_bytes
-    least = refused(model, x, "1B", variants="none").minimum_bytes
-    assert least is not None
+    least = least_of(model, x, variants="none")
     assert least <= peak
 
 
 def test_dry_runs_have_one_budget() -> None:
     model, x = seeded(Classifier, 64, 16)
     assert 0 < fxremat.explain(model, x, memory_budget="2MiB").graphs[0].dry_runs <= 2 * DRY_RUNS
-
-
-def test_the_same_question_has_the_same_answer() -> None:
-    model, x = seeded(Classifier, 64, 16)
-    one, other = (
-        fxremat.explain(model, x, memory_budget="1700KiB", options={"solver": "greedy"})
-        for _ in range(2)
-    )
-    assert one.graphs[0].plan.steps == other.graphs[0].plan.steps
-    assert one.graphs[0].variants == other.graphs[0].variants
 
 
 # --- faulty rules -------------------------------------------------------------------------

@@ -404,7 +404,7 @@ def test_a_model_that_names_its_blocks_by_number_is_studied_as_a_whole() -> None
 def test_weights_that_do_not_fit_are_told_at_once() -> None:
     """No code is generated for it."""
     options = {**OPTIONS, "memory_budget": "512KiB"}
-    with patch.object(SymbolicStep, "_as_torch", side_effect=AssertionError):
+    with patch.object(SymbolicStep, "torch_peaks", side_effect=AssertionError):
         found = fit(_net(), [torch.zeros(8, 32)], vary={"rows": [(0, 0)]}, options=options)
     assert [(row.way, row.size) for row in found.rows] == [(way, 0) for way in WAYS]
     assert found.points == ()

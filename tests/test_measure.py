@@ -21,7 +21,7 @@ from fxremat.memory.measured_peak import (
     measure_peak,
 )
 from fxremat.whatif.largest_size import _in_dry_runs, _largest_of_torch
-from fxremat.whatif.symbolic_step import PeaksBySize
+from fxremat.whatif.symbolic_step import Expected, PeaksBySize
 
 # --- measure ------------------------------------------------------------------------------
 
@@ -274,30 +274,20 @@ def test_what_is_rounded_up_is_found_by_dry_runs() -> None:
     assert _largest_of_torch(steps, 1) is None
 
 
-@dataclass
-class Surprising:
-    """A step of which each plan really takes a tenth more; at least 10 bytes of each size."""
-
-    size: int
-    log: list[tuple[int, int]]
-
-    def quickest(self, target: int) -> Any:
-        self.log.append((self.size, target))
-        peak = max(target, 10 * self.size)
-        return SimpleNamespace(peak_bytes=peak, time_us=1.0, dry_run_peak=lambda: peak * 11 // 10)
-
-
 def test_what_takes_more_than_expected_aims_lower_and_then_is_smaller() -> None:
-    """The same size first; what is named was counted within the budget."""
+    """Each plan takes a tenth more; the same size first; what is named was counted within it."""
     log: list[tuple[int, int]] = []
 
-    def at(size: int) -> Any:
-        return Surprising(size, log)
+    def quickest(size: int, target: int) -> Expected:
+        log.append((size, target))
+        peak = max(target, 10 * size)
+        return Expected(peak, 1.0, lambda: peak * 11 // 10)
 
-    found = _in_dry_runs(at, 95, 50, 1000, 0)
+    steps: Any = SimpleNamespace(quickest=quickest)
+    found = _in_dry_runs(steps, 95, 50, 1000, 0)
     assert found is not None
     size, peak, _ = found
     assert log[:2] == [(95, 1000), (95, 909)]
     assert 50 < size <= 90
     assert peak <= 1000
-    assert _in_dry_runs(at, 95, 94, 1000, 0) is None
+    assert _in_dry_runs(steps, 95, 94, 1000, 0) is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,11 @@ import pytest
 import torch
 
 from fxremat.errors import InvalidOption, UnknownOption
+from fxremat.option_values import machine_memory_bytes
 from fxremat.options import (
     Options,
     disabled,
     list_options,
-    machine_memory_bytes,
     options_table,
     parse_options,
 )
@@ -32,9 +33,12 @@ def parse(environment: dict[str, str] | None = None, /, **given: Any) -> Options
     )
 
 
+def on_cpu(**given: Any) -> Options:
+    return parse_options(given, device_total_bytes=None, environment={})
+
+
 def test_defaults() -> None:
-    assert parse() == Options()
-    assert parse_options(None, device_total_bytes=None, environment={}) == Options()
+    assert parse() == on_cpu() == Options()
 
 
 ACCEPTED = [
@@ -143,72 +147,61 @@ def test_unknown_option() -> None:
         parse(memory_budgt="8GiB")
 
 
-def test_reserve_must_leave_something_of_the_budget() -> None:
-    with pytest.raises(InvalidOption, match="less than memory_budget"):
-        parse(memory_budget="8GiB", reserve="8GiB")
+@pytest.mark.parametrize(
+    ("read", "given", "words"),
+    [
+        (parse, {"memory_budget": "8GiB", "reserve": "8GiB"}, "less than memory_budget"),
+        (parse, {"count": "reserved", "executor": "aot_eager"}, "no dry run counts what these"),
+        (on_cpu, {"count": "reserved"}, "'allocated' on the CPU: no allocator there keeps"),
+        (on_cpu, {"enforce": True}, "False on the CPU: no allocator there can be held"),
+    ],
+)
+def test_refused_together_or_on_the_cpu(
+    read: Callable[..., Options], given: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(InvalidOption, match=words):
+        read(**given)
 
 
-def test_the_cpu_reserves_nothing() -> None:
-    """Nor is reserved what eager operators take: nothing shows it before they run."""
-    with pytest.raises(InvalidOption, match="'allocated' on the CPU: no allocator there keeps"):
-        parse_options({"count": "reserved"}, device_total_bytes=None, environment={})
-    allocated = parse_options({"count": "allocated"}, device_total_bytes=None, environment={})
-    assert allocated.count == "allocated"
-    with pytest.raises(InvalidOption, match="no dry run counts what these reserve"):
-        parse(count="reserved", executor="aot_eager")
-
-
-def test_the_cpu_enforces_nothing() -> None:
-    with pytest.raises(InvalidOption, match="False on the CPU: no allocator there can be held"):
-        parse_options({"enforce": True}, device_total_bytes=None, environment={})
-    assert not parse_options({"enforce": False}, device_total_bytes=None, environment={}).enforce
+def test_without_a_device() -> None:
+    """Percentages are of this machine, and no budget is too large."""
+    assert on_cpu(memory_budget="50%").memory_budget == machine_memory_bytes() // 2
+    assert on_cpu(memory_budget="900TiB").memory_budget == 900 * 2**40
+    assert on_cpu(count="allocated", enforce=False).count == "allocated"
     assert parse(enforce=True).enforce
 
 
-def test_without_a_device_percentages_are_of_this_machine() -> None:
-    options = parse_options({"memory_budget": "50%"}, device_total_bytes=None, environment={})
-    assert options.memory_budget == machine_memory_bytes() // 2
-
-
-def test_without_a_device_no_budget_is_too_large() -> None:
-    options = parse_options({"memory_budget": "900TiB"}, device_total_bytes=None, environment={})
-    assert options.memory_budget == 900 * 2**40
-
-
-ENVIRONMENT = {
-    "FXREMAT_MEMORY_BUDGET": "4GiB",
-    "FXREMAT_RESERVE": "1GiB",
-    "FXREMAT_OPTIMIZER": "adamw",
-    "FXREMAT_COUNT": "allocated",
-    "FXREMAT_ENFORCE": "1",
-    "FXREMAT_INSTANCES": "4",
-    "FXREMAT_RANK_TIMEOUT": "60",
-    "FXREMAT_EXECUTOR": "aot_eager",
-    "FXREMAT_SOLVER": "greedy",
-    "FXREMAT_SOLVER_TIME_LIMIT": "1.5",
-    "FXREMAT_OFFLOAD": "1",
-    "FXREMAT_HOST_MEMORY_BUDGET": "3GiB",
-    "FXREMAT_HOST_BANDWIDTH": "25GB/s",
-    "FXREMAT_LINK_BANDWIDTH": "50GB/s",
-    "FXREMAT_VARIANTS": "none",
-    "FXREMAT_ALLOW_LOSSY": "1",
-    "FXREMAT_REPEATABLE": "kernels::norm",
-    "FXREMAT_DISABLE_PASSES": "sums, inplace",
-    "FXREMAT_OP_TIMES": "measured",
-    "FXREMAT_VERIFY": "0",
-    "FXREMAT_INFERENCE": "1",
-    "FXREMAT_ARENA": "0",
-    "FXREMAT_REPORT": "there",
+AS_TEXT = {
+    "memory_budget": ("4GiB", 2**32),
+    "reserve": ("1GiB", 2**30),
+    "optimizer": ("adamw", "adamw"),
+    "count": ("allocated", "allocated"),
+    "enforce": ("1", True),
+    "inference": ("1", True),
+    "arena": ("0", False),
+    "instances": ("4", 4),
+    "rank_timeout": ("60", 60.0),
+    "executor": ("aot_eager", "aot_eager"),
+    "solver": ("greedy", "greedy"),
+    "solver_time_limit": ("1.5", 1.5),
+    "offload": ("1", True),
+    "host_memory_budget": ("3GiB", 3 * 2**30),
+    "host_bandwidth": ("25GB/s", 25 * 10**9),
+    "link_bandwidth": ("50GB/s", 50 * 10**9),
+    "variants": ("none", ()),
+    "allow_lossy": ("1", True),
+    "repeatable": ("kernels::norm", ("kernels::norm",)),
+    "disable_passes": ("sums, inplace", ("sums", "inplace")),
+    "op_times": ("measured", "measured"),
+    "verify": ("0", False),
+    "report": ("there", "there"),
 }
+ENVIRONMENT = {f"FXREMAT_{name.upper()}": text for name, (text, _) in AS_TEXT.items()}
 
 
 def test_every_variable_is_read() -> None:
-    given = (
-        2**32, 2**30, "adamw", "allocated", True, True, False, 4, 60.0, "aot_eager", "greedy", 1.5,
-        True, 3 * 2**30, 25 * 10**9, 50 * 10**9, (), True,
-    )  # fmt: skip
-    read = Options(*given, ("kernels::norm",), ("sums", "inplace"), "measured", False, "there")
-    assert parse(ENVIRONMENT) == read
+    read: dict[str, Any] = {name: value for name, (_, value) in AS_TEXT.items()}
+    assert parse(ENVIRONMENT) == Options(**read)
     assert set(ENVIRONMENT) == {row.variable for row in list_options() if row.variable}
 
 
@@ -241,15 +234,11 @@ def test_the_process_environment_is_read(monkeypatch: pytest.MonkeyPatch) -> Non
     assert parse_options({}, device_total_bytes=None).memory_budget == 3 * 2**30
 
 
-@pytest.mark.parametrize("text", ["", "0", "false", "No", "off"])
-def test_not_disabled(text: str) -> None:
-    assert not disabled({"FXREMAT_DISABLE": text})
+@pytest.mark.parametrize("asked", [False, True])
+def test_disabled(asked: bool) -> None:
+    texts = ["1", "true", "YES", "on"] if asked else ["", "0", "false", "No", "off"]
+    assert [disabled({"FXREMAT_DISABLE": text}) for text in texts] == [asked] * len(texts)
     assert not disabled({})
-
-
-@pytest.mark.parametrize("text", ["1", "true", "YES", "on"])
-def test_disabled(text: str) -> None:
-    assert disabled({"FXREMAT_DISABLE": text})
 
 
 def test_disable_with_nonsense() -> None:

@@ -11,7 +11,7 @@ from torch import fx
 
 from fxremat.compat.configuration import cache_directory
 from fxremat.compat.inductor.post_grad import prefers_channels_last
-from fxremat.compile.request import Request
+from fxremat.compile.request import Request, device_of_inputs
 from fxremat.core.problem import Problem
 from fxremat.core.variants import run_once
 from fxremat.cost.call_times import CallTimes
@@ -21,16 +21,10 @@ from fxremat.cost.number_file import written_together
 from fxremat.cost.op_timers import Measured, Roofline, measured_rates
 from fxremat.cost.workspaces import Workspaces
 from fxremat.passes.base import Changed, Pass
-from fxremat.passes.joint_graph import JointGraph, is_tensor
+from fxremat.passes.joint_graph import JointGraph
 from fxremat.passes.memory_estimation import TANGENTS, Estimate, OpTimer, estimate
 from fxremat.passes.variants.insertion import InsertedVariant
 from fxremat.runtime import kernels
-
-
-def device_of(graph: fx.Graph) -> torch.device:
-    """The device whose bytes are counted: the accelerator if there is one, else the CPU."""
-    devices = [n.meta["val"].device for n in graph.nodes if n.op == "placeholder" and is_tensor(n)]
-    return next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
 
 
 def op_timer(
@@ -63,14 +57,6 @@ def with_between(problem: Problem, nbytes: int) -> Problem:
     return replace(problem, ops=tuple(ops))
 
 
-def _with_copies(problem: Problem, request: Request) -> Problem:
-    """The problem with the copies of the request, if anything may move."""
-    copies = request.device.copies
-    if copies is not None and (problem.host or not copies.only_host):
-        return replace(problem, copies=copies)
-    return problem
-
-
 @dataclass(frozen=True)
 class CostModel:
     """Makes the problem of a joint graph, by what the request asks for and the device takes.
@@ -85,12 +71,9 @@ class CostModel:
     name: str
     workspace: Callable[[fx.Node], int]
 
+    @written_together()
     def estimate(self, joint: JointGraph, inserted: Sequence[InsertedVariant] = ()) -> Estimate:
         """And the variants that are inserted to choose from."""
-        with written_together():
-            return self._estimate(joint, inserted)
-
-    def _estimate(self, joint: JointGraph, inserted: Sequence[InsertedVariant]) -> Estimate:
         found = estimate(
             joint,
             self.timer,
@@ -101,10 +84,12 @@ class CostModel:
             inserted=inserted,
             in_place="inplace" not in self.request.policy.disabled,
         )
-        problem = _with_copies(found.problem, self.request)
-        runs = {variant.name for variant in inserted if self._runs(variant)}
-        if len(runs) < len(inserted):
-            kept = tuple(variant for variant in problem.variants if variant.name in runs)
+        problem, copies = found.problem, self.request.device.copies
+        if copies is not None and (problem.host or not copies.only_host):
+            problem = replace(problem, copies=copies)
+        refused = {variant.name for variant in inserted if not self._runs(variant)}
+        if refused:
+            kept = tuple(one for one in problem.variants if one.name not in refused)
             problem = replace(problem, variants=kept)
         if "recompute" in self.request.policy.disabled:
             problem = run_once(problem)
@@ -149,7 +134,7 @@ def cost_model(
     Workspaces are ``measured`` by running each distinct library call once, on real memory; else
     only those count that operators declare.
     """
-    device = device_of(graph)
+    device = device_of_inputs([node.meta.get("val") for node in graph.find_nodes(op="placeholder")])
     module = graph.owning_module if request.compiled else None
     images_last = module is not None and prefers_channels_last(module)
     if request.device.card is not None:

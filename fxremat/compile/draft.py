@@ -19,21 +19,14 @@ NOT_YET: Any = None
 
 
 @dataclass(frozen=True)
-class PlannedSteps:
-    """The steps of a plan, and at which of them its order is held; None: at all of them."""
-
-    steps: tuple[Step, ...]
-    held: frozenset[int] | None
-
-
-@dataclass(frozen=True)
 class Draft:
     """A graph, and what the passes have made of it so far, in this order.
 
     What no pass has made yet is None. ``static`` are the positions of inputs that stay where they
     are from step to step; ``partition`` is torch's own; ``plan_only`` says that nothing of it will
-    be compiled. ``sites`` and ``planned`` say what is asked of the passes that come next, ``taken``
-    are the variants that stand in the joint graph.
+    be compiled. ``sites`` and ``planned`` say what is asked of the passes that come next: the steps
+    of a plan, and at which of them its order is held, None: at all. ``taken`` are the variants that
+    stand in the joint graph.
     """
 
     module: fx.GraphModule
@@ -45,7 +38,7 @@ class Draft:
     sites: tuple[Site, ...] = ()
     taken: tuple[InsertedVariant, ...] = ()
     estimate: Estimate = NOT_YET
-    planned: PlannedSteps = NOT_YET
+    planned: tuple[tuple[Step, ...], frozenset[int] | None] = NOT_YET
     rewritten: Rewritten = NOT_YET
     halves: Halves = NOT_YET
 
@@ -66,9 +59,3 @@ class Draft:
         results: Any = self.halves[0].graph.output_node().args[0]
         kept = [n for n in results[self.num_forward_outputs :] if isinstance(n, fx.Node)]
         return [node for node in kept if node.op != "placeholder"]
-
-    def newest(self) -> tuple[fx.GraphModule, ...]:
-        """The graph, or its halves, as the last pass left them."""
-        if self.halves:
-            return self.halves
-        return (self.rewritten.module if self.rewritten else self.module,)

@@ -100,7 +100,8 @@ def plan_graph(draft: Draft, request: Request, current: Session) -> Halves:
     found = _searched(Search(Planning(request, times), evaluator, graphs))
     refusal = refusal_of(found, request)
     if refusal is None and not draft.plan_only:
-        found.evaluation.hand_over()
+        if found.evaluation.dry_run is not None:
+            found.evaluation.dry_run.hand_over()
         runner.run("kernels", FINISH, found.evaluation.draft)
     current.report = report_of(found, request, current.graph, times.seconds)
     if refusal is not None:

@@ -10,15 +10,13 @@
 Torch's own partition is a candidate, too: AS_TORCH, and DONATE where its backward is to write over
 what was saved. Candidates, and which of them is taken: `fxremat.compile.search.search`.
 
-A step is an object: it makes a pass of what the draft says, has it run on the graph, and puts what
-it gave into the next draft. What verifies the step stands beside it. `Runner` alone times, logs and
-verifies.
+A step makes a pass of what the draft says, has it run on the graph, and puts what it gave into the
+next draft. What verifies the step stands beside it. `Runner` alone times, logs and verifies.
 """
 
 from __future__ import annotations
 
 import logging
-from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,7 +29,7 @@ from fxremat.compile.cost_model import CostModel, MemoryEstimation, cost_model
 from fxremat.compile.draft import Draft
 from fxremat.compile.request import Policy, Request
 from fxremat.compile.stage_times import StageTimes
-from fxremat.compile.verification import Verdict, Verifier, prepared
+from fxremat.compile.verification import Verifier
 from fxremat.cost.second_runs import mark_functions
 from fxremat.passes.accumulation import Accumulation
 from fxremat.passes.base import Changed, Pass
@@ -57,18 +55,6 @@ RunPass = Callable[[Pass, fx.GraphModule], Changed]
 """Runs a pass on a graph; times and logs it, and checks its contract where that is asked for."""
 
 
-def _always(request: Request) -> bool:
-    return True
-
-
-def _sums(request: Request) -> bool:
-    return request.compiled and "sums" not in request.policy.disabled
-
-
-def _in_place(request: Request) -> bool:
-    return "inplace" not in request.policy.disabled
-
-
 def _compiled(request: Request) -> bool:
     return request.compiled
 
@@ -77,154 +63,143 @@ def _compiled(request: Request) -> bool:
 class PassStep:
     """A step of the pipeline: what it does, what verifies it, and ``when`` it is asked for.
 
-    ``verifier`` is given the draft before the step, since some passes work in place; what it gives
-    is called with the draft after, and raises `VerificationFailed` where the step is wrong.
+    ``run_on`` gives the draft with what the pass gives. ``verifier`` is given the draft before the
+    step, since some passes work in place; what it gives is called with the draft after, and raises
+    `VerificationFailed` where the step is wrong. Without one, what the pass did is verified
+    together with what comes later.
     """
 
-    verifier: Verifier = verification.nothing
-    when: Callable[[Request], bool] = _always
-
-    @abstractmethod
-    def run_on(self, draft: Draft, costs: CostModel, run: RunPass) -> Draft:
-        """The draft with what the pass gives."""
+    run_on: Callable[[Draft, CostModel, RunPass], Draft]
+    verifier: Verifier | None = None
+    when: Callable[[Request], bool] = lambda request: True
 
 
 # --- the joint graph, in place ------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class InPlace(PassStep):
-    """Runs a pass in place on the joint graph; it may be told how many outputs the forward has."""
+def in_place(
+    by: type[Pass],
+    rights: Rights | None = None,
+    *,
+    told_outputs: bool = False,
+    when: Callable[[Request], bool] = lambda request: True,
+) -> PassStep:
+    """Runs a pass in place on the joint graph; it may be told how many outputs the forward has.
 
-    makes: Callable[..., Pass]
-    told_outputs: bool = False
+    It is verified to do nothing beyond its ``rights``, if these are said.
+    """
+    makes: Callable[..., Pass] = by
 
-    def run_on(self, draft: Draft, costs: CostModel, run: RunPass) -> Draft:
-        one = self.makes(draft.num_forward_outputs) if self.told_outputs else self.makes()
-        run(one, draft.module)
+    def run_on(draft: Draft, costs: CostModel, run: RunPass) -> Draft:
+        run(makes(draft.num_forward_outputs) if told_outputs else makes(), draft.module)
         return draft
 
+    return PassStep(run_on, None if rights is None else verification.prepared(by, rights), when)
 
-class Mark(PassStep):
+
+def mark(draft: Draft, costs: CostModel, run: RunPass) -> Draft:
     """Calls that are not torch's and may run again are marked: the user says so, or it is seen."""
-
-    def run_on(self, draft: Draft, costs: CostModel, run: RunPass) -> Draft:
-        graph, request = draft.module.graph, costs.request
-        mark_repeatable(graph, request.policy.repeatable)
-        mark_functions(graph, costs.device, here=request.device.card is None)
-        return draft
+    graph, request = draft.module.graph, costs.request
+    mark_repeatable(graph, request.policy.repeatable)
+    mark_functions(graph, costs.device, here=request.device.card is None)
+    return draft
 
 
-class Accumulate(PassStep):
+def accumulate(draft: Draft, costs: CostModel, run: RunPass) -> Draft:
     """Gradients are added to those that are there; the joint graph is read."""
-
-    def run_on(self, draft: Draft, costs: CostModel, run: RunPass) -> Draft:
-        accumulated, static = costs.request.inputs.accumulated, frozenset(draft.static)
-        one = Accumulation(draft.num_forward_outputs, frozenset(accumulated), static)
-        return replace(draft, joint=run(one, draft.module).data)
+    accumulated, static = costs.request.inputs.accumulated, frozenset(draft.static)
+    one = Accumulation(draft.num_forward_outputs, frozenset(accumulated), static)
+    return replace(draft, joint=run(one, draft.module).data)
 
 
 # --- what is planned ----------------------------------------------------------------------------
 
 
-class Take(PassStep):
+def take(draft: Draft, costs: CostModel, run: RunPass) -> Draft:
     """The variants that are asked for take the places of what they stand for."""
-
-    def run_on(self, draft: Draft, costs: CostModel, run: RunPass) -> Draft:
-        changed = run(TakeVariants(draft.joint, draft.sites), draft.module)
-        joint, taken = changed.data
-        return replace(draft, module=changed.graph_module, joint=joint, taken=taken)
+    changed = run(TakeVariants(draft.joint, draft.sites), draft.module)
+    joint, taken = changed.data
+    return replace(draft, module=changed.graph_module, joint=joint, taken=taken)
 
 
-class EstimateMemory(PassStep):
+def estimate(draft: Draft, costs: CostModel, run: RunPass) -> Draft:
     """The problem of the graph."""
-
-    def run_on(self, draft: Draft, costs: CostModel, run: RunPass) -> Draft:
-        return replace(draft, estimate=run(MemoryEstimation(costs, draft.joint), draft.module).data)
+    return replace(draft, estimate=run(MemoryEstimation(costs, draft.joint), draft.module).data)
 
 
 # --- from a plan to the halves ------------------------------------------------------------------
 
 
-class Rewrite(PassStep):
+def rewrite(draft: Draft, costs: CostModel, run: RunPass) -> Draft:
     """The graph runs in the steps of the plan."""
-
-    def run_on(self, draft: Draft, costs: CostModel, run: RunPass) -> Draft:
-        planned = draft.planned
-        changed = run(ApplyPlan(draft.estimate, planned.steps, planned.held), draft.module)
-        return replace(draft, module=changed.graph_module, rewritten=changed.data)
+    changed = run(ApplyPlan(draft.estimate, *draft.planned), draft.module)
+    return replace(draft, module=changed.graph_module, rewritten=changed.data)
 
 
-class WriteOver(PassStep):
+def write_over(draft: Draft, costs: CostModel, run: RunPass) -> Draft:
     """Ops write over what nobody reads any more."""
-
-    def run_on(self, draft: Draft, costs: CostModel, run: RunPass) -> Draft:
-        one = WriteInPlace(draft.rewritten, draft.num_forward_outputs)
-        changed = run(one, draft.rewritten.module)
-        return replace(draft, module=changed.graph_module, rewritten=changed.data)
+    changed = run(WriteInPlace(draft.rewritten, draft.num_forward_outputs), draft.rewritten.module)
+    return replace(draft, module=changed.graph_module, rewritten=changed.data)
 
 
-class Split(PassStep):
+def split(draft: Draft, costs: CostModel, run: RunPass) -> Draft:
     """Forward and backward are graphs of their own."""
-
-    def run_on(self, draft: Draft, costs: CostModel, run: RunPass) -> Draft:
-        one = Cut(draft.rewritten, draft.num_forward_outputs, draft.static_names)
-        return replace(draft, halves=run(one, draft.rewritten.module).data)
+    one = Cut(draft.rewritten, draft.num_forward_outputs, draft.static_names)
+    return replace(draft, halves=run(one, draft.rewritten.module).data)
 
 
-class SplitAsTorch(PassStep):
+def split_as_torch(draft: Draft, costs: CostModel, run: RunPass) -> Draft:
     """The same, where torch would cut."""
-
-    def run_on(self, draft: Draft, costs: CostModel, run: RunPass) -> Draft:
-        return replace(draft, halves=run(CutAsTorch(draft.partition), draft.module).data)
+    return replace(draft, halves=run(CutAsTorch(draft.partition), draft.module).data)
 
 
-class Donate(PassStep):
+def donate(draft: Draft, costs: CostModel, run: RunPass) -> Draft:
     """The backward writes over what was saved."""
-
-    def run_on(self, draft: Draft, costs: CostModel, run: RunPass) -> Draft:
-        forward, backward = draft.halves
-        run(DonateSaved(backward, draft.num_forward_outputs), forward)
-        return draft
+    forward, backward = draft.halves
+    run(DonateSaved(backward, draft.num_forward_outputs), forward)
+    return draft
 
 
-@dataclass(frozen=True, kw_only=True)
-class InEachHalf(PassStep):
-    """Runs a pass in place on the forward and then on the backward."""
+def _in_each_half(makes: Callable[[], Pass], verifier: Verifier | None = None) -> PassStep:
+    """Runs a pass in place on the forward and then on the backward, if they are compiled."""
 
-    makes: Callable[[], Pass]
-
-    def run_on(self, draft: Draft, costs: CostModel, run: RunPass) -> Draft:
+    def run_on(draft: Draft, costs: CostModel, run: RunPass) -> Draft:
         for half in draft.halves:
-            run(self.makes(), half)
+            run(makes(), half)
         return draft
+
+    return PassStep(run_on, verifier, _compiled)
 
 
 PREPARE = (
-    Mark(),
-    InPlace(prepared(CleanUp, Rights(merge=True)), makes=CleanUp),
-    InPlace(prepared(AddBeforePutting, Rights(regroup=True)), makes=AddBeforePutting),
-    InPlace(prepared(GradientSums, Rights(regroup=True)), makes=GradientSums, when=_sums),
-    InPlace(prepared(ObeyMustRecompute, Rights()), makes=ObeyMustRecompute, told_outputs=True),
-    InPlace(
-        prepared(ProtectMutatedInputs, Rights(clone=True)),
-        makes=ProtectMutatedInputs,
-        told_outputs=True,
+    PassStep(mark),
+    in_place(CleanUp, Rights(merge=True)),
+    in_place(AddBeforePutting, Rights(regroup=True)),
+    in_place(
+        GradientSums,
+        Rights(regroup=True),
+        when=lambda request: request.compiled and "sums" not in request.policy.disabled,
     ),
-    Accumulate(prepared(Accumulation, Rights(give_up=True))),
+    in_place(ObeyMustRecompute, Rights(), told_outputs=True),
+    in_place(ProtectMutatedInputs, Rights(clone=True), told_outputs=True),
+    PassStep(accumulate, verification.prepared(Accumulation, Rights(give_up=True))),
 )
-PLAN = (Take(verification.stand_ins), EstimateMemory())
+PLAN = (PassStep(take, verification.stand_ins), PassStep(estimate))
 APPLY = (
-    Rewrite(verification.data_flow),
-    WriteOver(verification.writes, when=_in_place),
-    Split(verification.halves),
-    InEachHalf(verification.rows, makes=LayOutRows, when=_compiled),
+    PassStep(rewrite, verification.data_flow),
+    PassStep(
+        write_over,
+        verification.writes,
+        when=lambda request: "inplace" not in request.policy.disabled,
+    ),
+    PassStep(split, verification.halves),
+    _in_each_half(LayOutRows, verification.rows),
 )
-AS_TORCH = (SplitAsTorch(verification.halves_of_torch),)
-DONATE = (Donate(),)
-BEGIN = (InEachHalf(makes=BeginRows, when=_compiled),)
-FINISH = (InEachHalf(makes=CompileRows, when=_compiled),)
-EXPLAIN = (InEachHalf(makes=InterpretRows, when=_compiled),)
+AS_TORCH = (PassStep(split_as_torch, verification.halves_of_torch),)
+DONATE = (PassStep(donate),)
+BEGIN = (_in_each_half(BeginRows),)
+FINISH = (_in_each_half(CompileRows),)
+EXPLAIN = (_in_each_half(InterpretRows),)
 
 
 @dataclass(frozen=True)
@@ -240,19 +215,15 @@ class Runner:
         for step in steps:
             if not step.when(request):
                 continue
-            verdict = self._verdict(step, draft)
+            verdict = None
+            if step.verifier is not None and request.policy.verify:
+                with self.times.stage("verify"):
+                    verdict = step.verifier(draft)
             draft = step.run_on(draft, self.costs, partial(self.run_pass, stage))
             if verdict is not None:
                 with self.times.stage("verify"):
                     verdict(draft)
         return draft
-
-    def _verdict(self, step: PassStep, draft: Draft) -> Verdict | None:
-        """What verifies the draft after the step, shown the draft before it."""
-        if not self.costs.request.policy.verify:
-            return None
-        with self.times.stage("verify"):
-            return step.verifier(draft)
 
     def run_pass(self, stage: str, one: Pass, module: fx.GraphModule) -> Changed:
         """The pass, with its contract where that is asked for."""

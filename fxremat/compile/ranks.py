@@ -53,22 +53,19 @@ def shared_answer(what: str, question: str, make: Callable[[], Any]) -> Any:
     store, rank = job_store(), torch.distributed.get_rank()
     claim, answer = f"claim/{question}", f"answer/{question}"
     if _reached(store.add, what, claim, 1) == 1:
-        return _made(store, what, answer, rank, make)
+        told: dict[str, Any] = {"rank": rank}
+        try:
+            told["made"] = make()
+        except BaseException as error:
+            told["failed"] = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            _reached(store.set, what, answer, json.dumps(told))
+        return told["made"]
     found = _received(store, what, answer, None)
     if "failed" in found:
         raise RankMissing(what, session.STATE.rank_timeout, found["rank"], found["failed"])
     return found["made"]
-
-
-def _made(store: Any, what: str, answer: str, rank: int, make: Callable[[], Any]) -> Any:
-    try:
-        made = make()
-    except BaseException as error:
-        failed = f"{type(error).__name__}: {error}"
-        _reached(store.set, what, answer, json.dumps({"failed": failed, "rank": rank}))
-        raise
-    _reached(store.set, what, answer, json.dumps({"made": made, "rank": rank}))
-    return made
 
 
 BESIDE = ("held", "between", "autotune", "coming", "optimizer_step")

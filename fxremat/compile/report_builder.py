@@ -58,16 +58,12 @@ def large_output(found: SearchResult) -> tuple[str, int] | None:
     None where no output and its gradient are `MUCH` of what is live at the peak.
     """
     joint = found.evaluation.draft.joint
-    live = dict(_live_at_peak(found))
-    incoming = [node for node in joint.tangents if node.name in live]
-    outputs = [node for node in map(root, joint.forward_outputs) if node.name in live]
-    outputs = [node for node in outputs if node.op != "placeholder" and is_tensor(node)]
-    taken = sum(live[node.name] for node in {*incoming, *outputs})
-    if not taken or taken < MUCH * sum(live.values()):
+    live, outputs = dict(_live_at_peak(found)), map(root, joint.forward_outputs)
+    made = [node for node in outputs if node.op != "placeholder" and is_tensor(node)]
+    taken = sum(live.get(node.name, 0) for node in {*joint.tangents, *made})
+    if not made or not taken or taken < MUCH * sum(live.values()):
         return None
-    given = [node for node in map(root, joint.forward_outputs) if is_tensor(node)]
-    largest = max((node for node in given if node.op != "placeholder"), key=_bytes, default=None)
-    return None if largest is None else (describe(largest), taken)
+    return describe(max(made, key=_bytes)), taken
 
 
 def at_peak(found: SearchResult) -> list[Row]:
@@ -157,9 +153,10 @@ def by_the_bytes_of(problem: Problem, plan: Plan) -> Plan:
 
 
 def _saved(draft: Draft) -> tuple[Row, ...]:
-    sizes = draft.estimate.problem.bytes_of
-    kept = [node for node in draft.saved if is_tensor(node)]
-    return tuple(Row(describe(node), sizes.get(node.name, 0)) for node in kept)
+    sizes = draft.problem.bytes_of
+    return tuple(
+        Row(describe(node), sizes.get(node.name, 0)) for node in draft.saved if is_tensor(node)
+    )
 
 
 def _recomputed(found: SearchResult) -> tuple[Row, ...]:
@@ -185,8 +182,7 @@ def _variant(taken: InsertedVariant) -> Row:
     old = [node for node in taken.stand_ins if is_tensor(node)]
     where = describe(old[0]) if old else taken.name
     lossy = " (inexact)" if any(r.lossy for r in RULES if r.name == taken.rule) else ""
-    what = f"{taken.name}{lossy}: {where}"
-    return Row(what, sum(_bytes(node) for node in old), 1)
+    return Row(f"{taken.name}{lossy}: {where}", sum(map(_bytes, old)), 1)
 
 
 def _bytes(node: fx.Node) -> int:
@@ -200,41 +196,28 @@ def _step_memory(found: SearchResult, plain_line: Timeline) -> StepMemory:
         live, lifetimes = shown.live_bytes, shown.lifetimes
         computed, forward_steps = shown.computed, shown.forward_steps
     else:
-        timeline = replay(found.evaluation.draft.estimate.problem, found.evaluation.plan.steps)
+        timeline = replay(found.evaluation.draft.problem, found.evaluation.plan.steps)
         live, lifetimes = timeline.live_bytes, lifetimes_of(timeline)
-        computed = tuple(map(str, timeline.steps))
-        forward_steps = _forward_steps(computed)
-    return StepMemory(
-        live,
-        lifetimes,
-        computed,
-        forward_steps,
-        _locations(found, {*computed, *(one.value for one in lifetimes)}),
-        plain_line.live_bytes,
-        _forward_steps(tuple(map(str, plain_line.steps))),
-    )
+        computed, forward_steps = tuple(map(str, timeline.steps)), _forward_steps(timeline)
+    nodes, sizes = _nodes(found), found.evaluation.draft.problem.bytes_of
+    named = nodes.keys() & {*computed, *(one.value for one in lifetimes), *sizes}
+    locations = {name: _location(nodes[name]) for name in sorted(named)}
+    plain = plain_line.live_bytes, _forward_steps(plain_line)
+    return StepMemory(live, lifetimes, computed, forward_steps, locations, *plain)
 
 
-def _forward_steps(computed: tuple[str, ...]) -> int:
+def _forward_steps(line: Timeline) -> int:
     """How many steps come before the gradients do; all, where none come."""
-    return computed.index(TANGENTS) if TANGENTS in computed else len(computed)
+    return line.steps.index(TANGENTS) if TANGENTS in line.steps else len(line.steps)
 
 
 def _nodes(found: SearchResult) -> dict[str, fx.Node]:
     """All nodes that a dry run or a problem can name."""
     draft = found.evaluation.draft
-    modules = [*draft.newest()]
-    if draft.rewritten is not None:
-        modules.append(draft.rewritten.module)
+    planned = () if draft.rewritten is None else (draft.rewritten.module,)
+    modules = (*draft.halves, *planned)
     nodes = {node.name: node for module in modules for node in module.graph.nodes}
     return nodes | draft.estimate.node_of
-
-
-def _locations(found: SearchResult, names: set[str]) -> dict[str, SourceLocation]:
-    """Where these nodes and the values of the problem come from, by name."""
-    nodes = _nodes(found)
-    known = names | {*found.evaluation.draft.estimate.problem.bytes_of}
-    return {name: _location(nodes[name]) for name in sorted(known) if name in nodes}
 
 
 def _location(node: fx.Node) -> SourceLocation:

@@ -27,7 +27,8 @@ from fxremat.memory.allocator_settings import (
 )
 from fxremat.memory.optimizers import OptimizerMemory, optimizer_memory
 from fxremat.memory.reserved_bytes import CommonPool
-from fxremat.options import Options, machine_memory_bytes
+from fxremat.option_values import machine_memory_bytes
+from fxremat.options import Options
 from fxremat.passes.memory_estimation import nbytes
 from fxremat.runtime import accumulation, measure_copy_speed
 from fxremat.runtime.host_memory import is_on

@@ -53,15 +53,11 @@ def _passed_on(problem: Problem, joint: JointGraph, parameters: Sequence[int]) -
     given = {node.name for node in _given(joint, parameters)}
     results = {root(node).name for node in joint.forward_outputs} & {*problem.outputs}
     dropped = results | {node.name for node in joint.tangents}
-    ops = tuple(
-        replace(op, reads=(*op.reads, *sorted(results - {*op.reads})))
-        if op.name == TANGENTS
-        else op
-        for op in problem.ops
-    )
+    at = problem.op_of[TANGENTS]
+    reading = replace(at, reads=(*at.reads, *sorted(results - {*at.reads})))
     return replace(
         problem,
-        ops=ops,
+        ops=tuple(reading if op is at else op for op in problem.ops),
         inputs=tuple(name for name in problem.resident if name in given),
         resident=tuple(name for name in problem.resident if name not in given),
         outputs=tuple(name for name in problem.outputs if name not in dropped),

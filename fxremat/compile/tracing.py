@@ -123,10 +123,20 @@ def trace_step(
     The problem has the variants of ``rules`` to choose from. Raises `NotTraceable`.
     """
 
+    request = Request(policy=Policy(executor=mode))
+
+    def offered(module: fx.GraphModule, num_fwd_outputs: int) -> Estimate:
+        """What the backend would plan, with all that the rules offer."""
+        costs = cost_model(request, module.graph, name, measured=workspaces, spec=spec)
+        runner = Runner(costs, StageTimes())
+        prepared = runner.run("prepare", PREPARE, Draft(module, num_fwd_outputs))
+        variants = variant_set(prepared, rules, costs)
+        found = runner.run("estimate", PLAN, prepared) if variants is None else variants
+        return found.estimate
+
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         def partition(module: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
-            count = kwargs["num_fwd_outputs"]
-            found = _estimate(name, module, count, mode, workspaces, spec, rules)
+            found = offered(module, kwargs["num_fwd_outputs"])
             raise Ended(TracedStep(found, example_inputs))
 
         if mode == "aot_eager":
@@ -135,23 +145,3 @@ def trace_step(
 
     step: TracedStep = compile_until_ended(name, model, inputs, backend, dynamic=False)
     return step
-
-
-def _estimate(
-    name: str,
-    module: fx.GraphModule,
-    num_fwd_outputs: int,
-    mode: str,
-    workspaces: bool,
-    spec: DeviceSpec | None,
-    rules: Sequence[Rule],
-) -> Estimate:
-    """What the backend would plan for a joint graph, with all that the rules offer."""
-    request = Request(policy=Policy(executor=mode))
-    costs = cost_model(request, module.graph, name, measured=workspaces, spec=spec)
-    runner = Runner(costs, StageTimes())
-    prepared = runner.run("prepare", PREPARE, Draft(module, num_fwd_outputs))
-    offered = variant_set(prepared, rules, costs)
-    if offered is not None:
-        return offered.estimate
-    return runner.run("estimate", PLAN, prepared).estimate

@@ -41,26 +41,13 @@ def _of_both(compare: Callable[[Draft, Draft], None]) -> Verifier:
     return verifier
 
 
-@_of_both
-def nothing(before: Draft, after: Draft) -> None:
-    """What the pass did is verified together with what comes later."""
-
-
 def prepared(by: type[Pass], rights: Rights) -> Verifier:
     """The pass works in place on the joint graph, and does nothing beyond its rights."""
 
     def verifier(before: Draft) -> Verdict:
-        seen = BeforePass(
-            by.name,
-            rights,
-            before.module.graph,
-            num_forward_outputs=before.num_forward_outputs,
-        )
-
-        def verdict(after: Draft) -> None:
-            seen.check((after.joint or after).module.graph)
-
-        return verdict
+        outputs = before.num_forward_outputs
+        seen = BeforePass(by.name, rights, before.module.graph, num_forward_outputs=outputs)
+        return lambda after: seen.check((after.joint or after).module.graph)
 
     return verifier
 

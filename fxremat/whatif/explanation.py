@@ -57,8 +57,8 @@ class Explanation:
     """The plans of all graphs of one training step. Bytes are those at the peak of the step."""
 
     graphs: tuple[Report, ...]
-    look_for_least: Callable[[], int] = field(repr=False, compare=False)
-    look_at_sizes: Callable[[], tuple[PeakExpression, ...]] = field(repr=False, compare=False)
+    plan_again: Callable[..., tuple[Report, ...]] = field(repr=False, compare=False)
+    """Takes the changes of options, and a study of each graph."""
 
     @property
     def predicted_peak_bytes(self) -> int:
@@ -75,9 +75,19 @@ class Explanation:
     def minimum_peak_bytes(self) -> int:
         """The least budget that can be met: the number that `InfeasibleBudget` names.
 
-        It is searched for when it is first read, by planning again.
+        It is searched for when it is first read, by planning again: each refusal names the next
+        budget to try. A model of one graph is planned twice: the second time confirms the number.
         """
-        return self.look_for_least()
+        budget = impossible = 1  # byte: no graph with a backward fits
+        while True:
+            try:
+                self.plan_again({"memory_budget": f"{budget}B"})
+            except InfeasibleBudget as refusal:
+                if refusal.minimum_bytes is None or refusal.minimum_bytes <= budget:
+                    raise
+                budget = refusal.minimum_bytes
+            else:
+                return 0 if budget == impossible else budget
 
     @cached_property
     def peak_expression(self) -> PeakExpression:
@@ -87,7 +97,18 @@ class Explanation:
         again and by dry runs at a few sizes. Sizes are those of `torch._dynamo.mark_dynamic`, up to
         what was declared. Raises `CannotVary` where the bytes are no polynomials of them.
         """
-        found = self.look_at_sizes()
+        found: list[PeakExpression] = []
+        refused: list[CannotVary] = []
+
+        def study(result: SearchResult, runner: Runner) -> None:
+            try:
+                found.append(expression_of(result, runner))
+            except CannotVary as error:  # raised where Dynamo does not wrap it
+                refused.append(error)
+
+        self.plan_again({}, study)
+        if refused:
+            raise refused[0]
         if not found:
             raise CannotVary("peak", "no graph has a backward")
         return max(found, key=lambda one: one.at({each.name: each.high for each in one.ranges}))
@@ -165,24 +186,13 @@ class Explanation:
 
 
 @contextmanager
-def _as_planned(model: Callable[..., Any], given: Any) -> Iterator[Any]:
-    """The inputs that the model runs on; without memory where the card is not here."""
-    if absent_card() is None:
-        with _undisturbed(model):
-            yield given
-    else:
-        with on_host_without_memory(model, given) as sizes:
-            yield sizes
-
-
-@contextmanager
-def _undisturbed(model: Callable[..., Any]) -> Iterator[None]:
-    """Restore buffers and the random state at the end, whatever happens inside."""
+def _undisturbed(model: Callable[..., Any], given: Any) -> Iterator[Any]:
+    """Yields what is given; at the end buffers and the random state are restored."""
     buffers = dict(model.named_buffers()) if isinstance(model, nn.Module) else {}
     before = {name: buffer.detach().clone() for name, buffer in buffers.items()}
     try:
         with random_state_kept():
-            yield
+            yield given
     finally:
         with torch.no_grad():
             for name, buffer in buffers.items():
@@ -204,12 +214,11 @@ def explain(
     given = dict(options or {})
     if memory_budget is not None:
         given["memory_budget"] = memory_budget
-    reports = _planned(model, inputs, keywords, given)
-    return Explanation(
-        reports,
-        lambda: _least_budget(model, inputs, keywords, given),
-        lambda: _expressions(model, inputs, keywords, given),
-    )
+
+    def plan(changes: Mapping[str, Any], study: session.Study | None = None) -> tuple[Report, ...]:
+        return _planned(model, inputs, keywords, {**given, **changes}, study)
+
+    return Explanation(plan({}), plan)
 
 
 def _planned(
@@ -217,12 +226,13 @@ def _planned(
     inputs: tuple[Any, ...],
     keywords: Mapping[str, Any],
     options: Mapping[str, Any],
-    study: session.Study | None = None,
+    study: session.Study | None,
 ) -> tuple[Report, ...]:
     """The reports of all graphs of one step; ``study`` is called with what was found for each."""
     found: list[Report] = []
     together: list[tuple[fx.GraphModule, Sequence[Any]]] = []
     caller = sys._getframe()
+    as_planned = _undisturbed if absent_card() is None else on_host_without_memory
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         more = more_follow(gm)
@@ -241,7 +251,7 @@ def _planned(
         return run
 
     with (
-        _as_planned(model, (inputs, keywords)) as (args, kwargs),
+        as_planned(model, (inputs, keywords)) as (args, kwargs),
         session.separate(),
         fresh_dynamo_caches(),
         uncollected(),  # a fifth of the time
@@ -259,46 +269,3 @@ def _planned(
                 raise inner from None
             raise
     return tuple(found)
-
-
-def _expressions(
-    model: Callable[..., Any],
-    inputs: tuple[Any, ...],
-    keywords: Mapping[str, Any],
-    options: Mapping[str, Any],
-) -> tuple[PeakExpression, ...]:
-    made: list[PeakExpression] = []
-    refused: list[CannotVary] = []
-
-    def study(found: SearchResult, runner: Runner) -> None:
-        try:
-            made.append(expression_of(found, runner))
-        except CannotVary as error:  # raised where Dynamo does not wrap it
-            refused.append(error)
-
-    _planned(model, inputs, keywords, options, study)
-    if refused:
-        raise refused[0]
-    return tuple(made)
-
-
-def _least_budget(
-    model: Callable[..., Any],
-    inputs: tuple[Any, ...],
-    keywords: Mapping[str, Any],
-    options: Mapping[str, Any],
-) -> int:
-    """The least budget that is not refused: each refusal names the next one to try.
-
-    A model of one graph is planned twice: the second time confirms the number.
-    """
-    budget = impossible = 1  # byte: no graph with a backward fits
-    while True:
-        try:
-            _planned(model, inputs, keywords, {**options, "memory_budget": f"{budget}B"})
-        except InfeasibleBudget as refusal:
-            if refusal.minimum_bytes is None or refusal.minimum_bytes <= budget:
-                raise
-            budget = refusal.minimum_bytes
-        else:
-            return 0 if budget == impossible else budget

@@ -118,49 +118,6 @@ def _early_and_late(shown: DryRun) -> tuple[int, int]:
     return max(live[:middle], default=0), max(live[middle:], default=0)
 
 
-@dataclass(frozen=True)
-class Further:
-    """What the blocks that are in no step add to it."""
-
-    nbytes: int = 0
-    time_us: float = 0.0
-
-
-@dataclass(frozen=True)
-class ContinuedPlan:
-    """A plan for a step, and the blocks that are not in it."""
-
-    planned: Expected
-    further: Further
-
-    @property
-    def peak_bytes(self) -> int:
-        """To be expected, in what the budget counts."""
-        return self.planned.peak_bytes + self.further.nbytes
-
-    @property
-    def time_us(self) -> float:
-        """The time of the planned step, and of the blocks that are not in it."""
-        return self.planned.time_us + self.further.time_us
-
-    def dry_run_peak(self) -> int:
-        """The peak by a dry run of the step."""
-        return self.planned.evaluated().peak_bytes + self.further.nbytes
-
-
-@dataclass(frozen=True)
-class ContinuedStep:
-    """A step at sizes that are numbers, and the blocks that are not in it."""
-
-    step: SymbolicStep
-    further: Further
-
-    def quickest(self, budget_bytes: int) -> ContinuedPlan:
-        """A plan that is found quickly; where none is within the bytes, the one of least."""
-        left = max(0, budget_bytes - self.further.nbytes)
-        return ContinuedPlan(self.step.quickest(left), self.further)
-
-
 @dataclass
 class PlannedSteps:
     """The step with most blocks, planned at one size after the other.
@@ -172,18 +129,28 @@ class PlannedSteps:
     checkpointed: TorchSteps | None
     asked: dict[int, SymbolicStep] = field(default_factory=dict)
 
-    def at(self, size: int, kept: float = 0.0) -> ContinuedStep:
-        """At a size, with so large a part of the further blocks as torch has them."""
+    def quickest(self, size: int, budget_bytes: int, kept: float = 0.0) -> Expected:
+        """A plan that is found quickly; where none is within the bytes, the one of least.
+
+        So large a part of the further blocks is ``kept`` as torch has them.
+        """
         if size not in self.asked:
             sizes = {**self.plain.sizes, self.plain.what: size}
             self.asked[size] = self.plain.steps[-1].with_numbers(sizes)
-        return ContinuedStep(self.asked[size], self._further(size, kept))
+        nbytes, time_us = self._further(size, kept)
+        plan = self.asked[size].quickest(max(0, budget_bytes - nbytes))
+        return Expected(
+            plan.peak_bytes + nbytes,
+            plan.time_us + time_us,
+            lambda: plan.dry_run_peak() + nbytes,
+        )
 
-    def _further(self, size: int, kept: float) -> Further:
+    def _further(self, size: int, kept: float) -> tuple[int, float]:
+        """The bytes and the microseconds of the blocks that are in no step."""
         further = self.plain.line.further
         if not further:
-            return Further()
+            return 0, 0.0
         whole, again = self.plain, self.checkpointed or self.plain
         nbytes = kept * whole.bytes_per_block(size) + (1 - kept) * again.bytes_per_block(size)
         time_us = kept * whole.us_per_block(size) + (1 - kept) * again.us_per_block(size)
-        return Further(int(further * nbytes), further * time_us)
+        return int(further * nbytes), further * time_us

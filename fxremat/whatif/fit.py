@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -172,9 +173,8 @@ class _Fitting:
             budget = request.budget.own
             plain_bytes = None
             if self.vary and weights_bytes <= budget:
-                plain_bytes = self._plain_bytes(line, steps["torch.compile"])
-                plain_bytes += request.budget.held
-                plain_bytes = max(plain_bytes, _when_stepping(weights, held))
+                plain = self._plain_bytes(line, steps["torch.compile"])
+                plain_bytes = max(plain + request.budget.held, _when_stepping(weights, held))
             found = [
                 point
                 for what in self.vary
@@ -298,12 +298,11 @@ class _Fitting:
             return traced(gm, given, patches, partition)
 
         with on_host_without_memory(self.model, inputs) as there:
-            _mark(there, self.vary)
+            for argument, dimension in chain(*self.vary.values()):
+                mark_dynamic(there[argument], dimension)
             name = type(self.model).__name__
-            traced_step: tuple[SymbolicStep, int] = compile_until_ended(
-                name, self.model, there, backend
-            )
-            return traced_step
+            step: tuple[SymbolicStep, int] = compile_until_ended(name, self.model, there, backend)
+            return step
 
 
 def _when_stepping(weights: Sequence[torch.Tensor], held: Held) -> int:
@@ -316,13 +315,13 @@ def _when_stepping(weights: Sequence[torch.Tensor], held: Held) -> int:
 def _resized(
     inputs: tuple[Any, ...], vary: Mapping[str, Places]
 ) -> tuple[tuple[Any, ...], dict[str, int]]:
-    """The inputs with sizes that tell by themselves what they are of, and these sizes."""
-    shapes = _shapes(inputs)
+    """Inputs without memory in sizes that tell by themselves what they are of, and the sizes."""
+    shapes = {k: list(x.shape) for k, x in enumerate(inputs) if isinstance(x, torch.Tensor)}
     for what, places in vary.items():
         for argument, dimension in places:
             if not 0 <= dimension < len(shapes.get(argument, ())):
                 raise CannotVary(what, f"there is no dimension {dimension} of input {argument}")
-    varied = {place for places in vary.values() for place in places}
+    varied = {*chain(*vary.values())}
     taken = {
         size
         for argument, shape in shapes.items()
@@ -336,28 +335,13 @@ def _resized(
             size += 1
         sizes[what] = size
         taken.add(size)
-    return _of_sizes(inputs, vary, sizes), sizes
-
-
-def _shapes(inputs: tuple[Any, ...]) -> dict[int, list[int]]:
-    return {k: list(x.shape) for k, x in enumerate(inputs) if isinstance(x, torch.Tensor)}
-
-
-def _of_sizes(inputs: tuple[Any, ...], vary: Mapping[str, Places], sizes: Sizes) -> tuple[Any, ...]:
-    """Inputs like these in other sizes, without memory."""
-    shapes = _shapes(inputs)
     for what, places in vary.items():
         for argument, dimension in places:
             shapes[argument][dimension] = sizes[what]
-    return tuple(
+    resized = tuple(
         torch.empty(shapes[k], dtype=x.dtype, device="meta", requires_grad=x.requires_grad)
         if k in shapes
         else x
         for k, x in enumerate(inputs)
     )
-
-
-def _mark(inputs: tuple[Any, ...], vary: Mapping[str, Places]) -> None:
-    for places in vary.values():
-        for argument, dimension in places:
-            mark_dynamic(inputs[argument], dimension)
+    return resized, sizes

@@ -8,7 +8,7 @@ from typing import Literal
 
 from fxremat.compile.constants import CLOSE_ENOUGH
 from fxremat.core.constants import ROUNDS
-from fxremat.whatif.extrapolation import ContinuedStep, PlannedSteps, TorchSteps
+from fxremat.whatif.extrapolation import PlannedSteps, TorchSteps
 
 Way = Literal["torch.compile", "checkpointed blocks", "fxremat"]
 WAYS: tuple[Way, ...] = ("torch.compile", "checkpointed blocks", "fxremat")
@@ -88,8 +88,8 @@ def points_by_us(
             below = sorted([*below, Point(what, "fxremat", end, *there)], key=lambda one: one.size)
     fixed = 2 * weights_bytes  # what a step takes at no size at all: weights, and their gradients
     first = max(1, *(points[-1].size for points in by_torch.values()))
-    guess = _guess(steps.at, first, budget, fixed)
-    found = _in_dry_runs(steps.at, guess, fits, budget, fixed)
+    guess = _guess(steps, first, budget, fixed)
+    found = _in_dry_runs(steps, guess, fits, budget, fixed)
     if found is None:
         return below or [Point(what, "fxremat", 0, 0, 0.0)]
     size, peak, time_us = found
@@ -98,30 +98,31 @@ def points_by_us(
         most = plain.expected_bytes(between)
         kept = min(1.0, max(0.0, (budget - least) / max(1.0, most - least)))
         for part in (kept, kept / 2, 0.0):
-            plan = steps.at(between, part).quickest(budget)
+            plan = steps.quickest(between, budget, part)
             if plan.peak_bytes <= budget:
                 below.append(Point(what, "fxremat", between, plan.peak_bytes, plan.time_us))
                 break
     return [*below, Point(what, "fxremat", size, peak, time_us)]
 
 
-def _guess(at: Callable[[int], ContinuedStep], size: int, budget: int, fixed: int) -> int:
+def _guess(steps: PlannedSteps, size: int, budget: int, fixed: int) -> int:
     """The size whose least peak, as the planner expects it, is the budget or nearly.
 
     Variants need sizes as numbers, so the line through the last two peaks leads to the next size.
     """
-    known = {0: fixed}
+    before, low = 0, fixed
     for _ in range(ROUNDS):
-        known[size] = at(size).quickest(0).peak_bytes
-        guess = _by_line(known, budget)
+        high = steps.quickest(size, 0).peak_bytes
+        slope = (high - low) / (size - before)
+        guess = max(1, size + int((budget - high) // slope)) if slope > 0 else size
         if abs(guess - size) <= CLOSE_ENOUGH * size:
             break
-        size = guess
+        before, low, size = size, high, guess
     return size
 
 
 def _in_dry_runs(
-    at: Callable[[int], ContinuedStep], size: int, fits: int, budget: int, fixed: int
+    steps: PlannedSteps, size: int, fits: int, budget: int, fixed: int
 ) -> tuple[int, int, float] | None:
     """The size, or a smaller one above ``fits``, whose plan is within the budget in a dry run.
 
@@ -131,46 +132,35 @@ def _in_dry_runs(
     """
     target, has_aimed_lower, too_large = budget, False, 0
     while size > fits:
-        plan, within = at(size).quickest(target), target
+        plan, within = steps.quickest(size, target), target
         taken = plan.peak_bytes
         if taken <= target:
             taken, within = plan.dry_run_peak(), budget
             if taken <= budget:
                 found = size, taken, plan.time_us
-                return _between(at, (size + too_large) // 2, target, budget, found) or found
+                return _between(steps, (size + too_large) // 2, target, budget, found) or found
             target = min(target - 1, target * budget // taken)
             if not has_aimed_lower:
                 has_aimed_lower = True
                 continue
-        too_large = size
-        size, has_aimed_lower = min(size - 1, _scaled(size, within, taken, fixed)), False
+        too_large, has_aimed_lower = size, False
+        scaled = size * (within - fixed) // max(1, taken - fixed)  # all but what is fixed grows
+        size = min(size - 1, max(0, scaled))
     return None
 
 
 def _between(
-    at: Callable[[int], ContinuedStep], size: int, target: int, budget: int,
+    steps: PlannedSteps, size: int, target: int, budget: int,
     found: tuple[int, int, float],
 ) -> tuple[int, int, float] | None:  # fmt: skip
     """A far larger size than what was found, if its plan is within the budget in a dry run."""
     if size <= (1 + CLOSE_ENOUGH) * found[0]:
         return None
-    plan = at(size).quickest(target)
+    plan = steps.quickest(size, target)
     if plan.peak_bytes > target:
         return None
     taken = plan.dry_run_peak()
     return (size, taken, plan.time_us) if taken <= budget else None
-
-
-def _by_line(known: Mapping[int, int], budget: int) -> int:
-    """The size, from 1 on, at which the line through the last two peaks meets the budget."""
-    (one, low), (other, high) = list(known.items())[-2:]
-    slope = (high - low) / (other - one)
-    return max(1, other + int((budget - high) // slope)) if slope > 0 else other
-
-
-def _scaled(size: int, budget: int, peak: int, fixed: int) -> int:
-    """The size that meets the budget if all but the ``fixed`` bytes of a peak grow with it."""
-    return max(0, size * (budget - fixed) // max(1, peak - fixed))
 
 
 def largest_within(peak: Callable[[int], int], budget: int, first: int) -> int:

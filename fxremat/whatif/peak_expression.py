@@ -12,17 +12,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from itertools import product
-from math import comb
+from itertools import cycle, islice, product
+from math import comb, prod
 from typing import Any
 
 import sympy
 
 from fxremat.compat.sizes import size_ranges, sizes_at
-from fxremat.compile.dry_run.dry_run import generate_step
+from fxremat.compile.dry_run.dry_run import DryRun, generate_step
 from fxremat.compile.pipeline import PLAN, Runner
 from fxremat.compile.search.search import SearchResult
-from fxremat.core.timeline import replay
+from fxremat.core.timeline import Timeline, replay
 from fxremat.errors import CannotVary
 
 Sizes = Mapping[str, int]
@@ -115,21 +115,18 @@ def expression_of(found: SearchResult, runner: Runner) -> PeakExpression:
     ranges = size_ranges(evaluation.draft.joint.module.graph)
     symbols = {name: symbol for symbol, (name, _, _) in ranges.items()}
     held = costs.request.budget.held
-    generated = None
+    generated, draft = None, evaluation.draft
     if costs.request.compiled:
-        outputs = evaluation.draft.num_forward_outputs
-        generated = generate_step(*evaluation.draft.halves, num_fwd_outputs=outputs)
+        generated = generate_step(*draft.halves, num_fwd_outputs=draft.num_forward_outputs)
 
-    def live(sizes: Mapping[str, int]) -> tuple[int, ...]:
+    def live(sizes: Sizes) -> tuple[int, ...]:
+        shown: DryRun | Timeline
         with sizes_at({symbols[name]: size for name, size in sizes.items()}):
-            shown: Any
             if generated is not None:
                 shown = generated.dry_run(costs.device.type, costs.workspaces.blocks_of_call)
             else:
-                again = runner.run(
-                    "estimate", PLAN, replace(found.plain, sites=evaluation.draft.sites)
-                )
-                shown = replay(again.estimate.problem, evaluation.plan.steps)
+                again = runner.run("estimate", PLAN, replace(found.plain, sites=draft.sites))
+                shown = replay(again.problem, evaluation.plan.steps)
         return tuple(held + nbytes for nbytes in shown.live_bytes)
 
     return peak_expression(live, [SizeRange(*one) for one in ranges.values()])
@@ -162,25 +159,16 @@ class _Axis:
             tuple(size * multiple for size in checks),
         )
 
-    @property
-    def degree(self) -> int:
-        return len(self.nodes) - 1
-
     def basis(self, x: Any) -> list[Any]:
         """Bernstein's polynomials of this degree over the range, at a number or a symbol."""
-        n = self.degree
+        n = len(self.nodes) - 1
         t = (x - self.low) * Fraction(1, max(1, self.high - self.low))
         return [comb(n, k) * t**k * (1 - t) ** (n - k) for k in range(n + 1)]
 
     def from_values(self) -> list[list[Fraction]]:
         """The matrix that turns values at the nodes into coefficients."""
         rows = sympy.Matrix([[sympy.Rational(b) for b in self.basis(x)] for x in self.nodes])
-        inverse = rows.inv()
-        count = len(self.nodes)
-        return [
-            [Fraction(int(inverse[i, k].p), int(inverse[i, k].q)) for k in range(count)]
-            for i in range(count)
-        ]
+        return [[Fraction(int(one.p), int(one.q)) for one in row] for row in rows.inv().tolist()]
 
 
 Coefficients = tuple[Fraction, ...]
@@ -194,49 +182,36 @@ def _highest(live: LiveBytes, axes: Sequence[_Axis]) -> sympy.Expr | None:
     if len({len(one) for one in seen}) != 1:
         return None
     weights = [
-        [_product(rows) for rows in product(*columns)]
+        [prod(rows) for rows in product(*columns)]
         for columns in product(*(axis.from_values() for axis in axes))
     ]
-    points = dict.fromkeys(zip(*seen, strict=True))
-    found = {
-        tuple(sum(w * v for w, v in zip(row, values, strict=True)) for row in weights): None
-        for values in points
-    }
-    polynomials = [tuple(Fraction(c) for c in one) for one in found]
+    polynomials = dict.fromkeys(
+        tuple(Fraction(sum(w * v for w, v in zip(row, values, strict=True))) for row in weights)
+        for values in dict.fromkeys(zip(*seen, strict=True))
+    )
     confirmed = all(_is_right(live, axes, polynomials, point) for point in _checks(axes))
     return _written(axes, _undominated(polynomials)) if confirmed else None
 
 
-def _product(factors: Iterable[Any]) -> Any:
-    made: Any = 1
-    for factor in factors:
-        made = made * factor
-    return made
-
-
 def _checks(axes: Sequence[_Axis]) -> list[tuple[int, ...]]:
     """Sizes at which nothing was looked at: along the diagonal and along each axis."""
-    points: list[tuple[int, ...]] = []
-    most = max((len(axis.checks) for axis in axes), default=0)
-    for k in range(most):
-        points.append(tuple((axis.checks or axis.nodes)[k % len(axis.checks or axis.nodes)]
-                            for axis in axes))  # fmt: skip
-    for place, axis in enumerate(axes):
+    diagonal = zip(*(cycle(axis.checks or axis.nodes) for axis in axes), strict=True)
+    points = list(islice(diagonal, max((len(axis.checks) for axis in axes), default=0)))
+    for axis in axes:
         for size in axis.checks[:1]:
-            points.append(tuple(size if k == place else other.high
-                                for k, other in enumerate(axes)))  # fmt: skip
+            points.append(tuple(size if other is axis else other.high for other in axes))
     return list(dict.fromkeys(points))
 
 
 def _is_right(
     live: LiveBytes,
     axes: Sequence[_Axis],
-    polynomials: Sequence[Coefficients],
+    polynomials: Iterable[Coefficients],
     point: tuple[int, ...],
 ) -> bool:
     """Whether the live bytes at a point are those of the polynomials, all of them."""
     basis = [
-        _product(each)
+        prod(each)
         for each in product(*(axis.basis(x) for axis, x in zip(axes, point, strict=True)))
     ]
     told = {sum(c * b for c, b in zip(one, basis, strict=True)) for one in polynomials}
@@ -255,7 +230,7 @@ def _undominated(polynomials: Iterable[Coefficients]) -> list[Coefficients]:
 
 def _written(axes: Sequence[_Axis], polynomials: Sequence[Coefficients]) -> sympy.Expr:
     bases = [axis.basis(_symbol(axis.name)) for axis in axes]
-    terms = [_product(each) for each in product(*bases)]
+    terms = [prod(each) for each in product(*bases)]
     sums = [
         sympy.expand(
             sympy.Add(*(sympy.Rational(c.numerator, c.denominator) * term

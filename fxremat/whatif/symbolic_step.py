@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from functools import partial
+from functools import cached_property, partial
 from math import prod
 from typing import Any
 
@@ -32,26 +32,20 @@ from fxremat.compile.draft import Draft
 from fxremat.compile.dry_run.dry_run import DryRun, GeneratedStep, generate_step
 from fxremat.compile.pipeline import AS_TORCH, DONATE, PLAN, PREPARE, Runner
 from fxremat.compile.request import Request
-from fxremat.compile.search.candidates import Candidate, Evaluation, Evaluator, plain_peak
+from fxremat.compile.search.candidates import Candidate, Evaluator, plain_peak
 from fxremat.compile.search.planning import ONE_PASS, Planning
 from fxremat.compile.search.proposals import plan_of_torch
 from fxremat.compile.search.variant_sets import GraphInVariants
 from fxremat.compile.stage_times import StageTimes
 from fxremat.core.events import Allocate, Event
+from fxremat.core.plan import Plan
+from fxremat.passes.halves import Halves
 from fxremat.whatif.peak_expression import DEGREE
 
 Sizes = Mapping[str, int]
 """What varies, by name, and how large it is."""
 There = Callable[[], AbstractContextManager[Any]]
 """Inside, code can be generated for the device of a step."""
-
-
-@dataclass(frozen=True)
-class AsTorch:
-    """Torch's own cut of the graph, and its code."""
-
-    draft: Draft
-    code: GeneratedStep
 
 
 SAMPLES = range(1, DEGREE + 2)
@@ -90,39 +84,35 @@ class PeaksBySize:
 
 def _between(samples: Sequence[tuple[int, DryRun]], size: int) -> DryRun | None:
     """The dry run at another size, by Lagrange's polynomials; None where events differ."""
-    sizes = [one for one, _ in samples]
+    sizes, shown = [one for one, _ in samples], [one for _, one in samples]
+    if len({(len(one.live_bytes), *map(_without_bytes, one.events)) for one in shown}) != 1:
+        return None
     weights = [
-        prod((Fraction(size - other, one - other) for other in sizes if other != one), start=ONE)
+        prod(
+            (Fraction(size - other, one - other) for other in sizes if other != one),
+            start=Fraction(1),
+        )
         for one in sizes
     ]
 
     def at_size(values: Sequence[int]) -> int:
         return int(sum(w * v for w, v in zip(weights, values, strict=True)))
 
-    first, shown = samples[0][1], [one for _, one in samples]
-    if len({(len(one.events), len(one.live_bytes)) for one in shown}) != 1:
-        return None
-    events: list[Event] = []
-    for each in zip(*(one.events for one in shown), strict=True):
-        if isinstance(each[0], Allocate):
-            if not all(isinstance(e, Allocate) and e.name == each[0].name for e in each):
-                return None
-            asked = at_size([e.nbytes for e in each if isinstance(e, Allocate)])
-            events.append(replace(each[0], nbytes=asked))
-        elif any(e != each[0] for e in each):
-            return None
-        else:
-            events.append(each[0])
-    sizes_of = {event.name: event.nbytes for event in events if isinstance(event, Allocate)}
-    run = first.allocator.as_run
+    first, run = shown[0], shown[0].allocator.as_run
+    asked = [{e.name: e.nbytes for e in one.events if isinstance(e, Allocate)} for one in shown]
+    sizes_of = {name: at_size([one[name] for one in asked]) for name in asked[0]}
+    allocator = replace(
+        first.allocator,
+        events=tuple(
+            replace(e, nbytes=sizes_of[e.name]) if isinstance(e, Allocate) else e
+            for e in first.events
+        ),
+        as_run=None if run is None else run.resized(sizes_of),
+    )
     live = tuple(map(at_size, zip(*(one.live_bytes for one in shown), strict=True)))
     return replace(
         first,
-        allocator=replace(
-            first.allocator,
-            events=tuple(events),
-            as_run=None if run is None else run.resized(sizes_of),
-        ),
+        allocator=allocator,
         live_bytes=live,
         peak_bytes=max(live, default=0),
         saved_bytes=at_size([one.saved_bytes for one in shown]),
@@ -130,27 +120,17 @@ def _between(samples: Sequence[tuple[int, DryRun]], size: int) -> DryRun | None:
     )
 
 
-ONE = Fraction(1)
+def _without_bytes(event: Event) -> Event:
+    return replace(event, nbytes=0) if isinstance(event, Allocate) else event
 
 
 @dataclass(frozen=True)
 class Expected:
-    """A plan, and the peak to be expected, in what the budget counts."""
+    """A plan: its peak as expected, in what the budget counts, and by a dry run; and its time."""
 
-    evaluator: Evaluator
-    candidate: Candidate
     peak_bytes: int
-    there: There
-
-    @property
-    def time_us(self) -> float:
-        return self.candidate.plan.time_us
-
-    @with_stack_room
-    def evaluated(self) -> Evaluation:
-        """The peak that it really has, by a dry run."""
-        with self.there():
-            return self.evaluator.evaluate(self.candidate)
+    time_us: float
+    dry_run_peak: Callable[[], int]
 
 
 @dataclass
@@ -167,7 +147,6 @@ class SymbolicStep:
     """As it was traced."""
     there: There
     times: StageTimes = field(default_factory=StageTimes)
-    torch_cut: AsTorch | None = None
 
     @contextmanager
     def at(self, sizes: Sizes) -> Iterator[None]:
@@ -179,40 +158,36 @@ class SymbolicStep:
     def _runner(self, request: Request) -> Runner:
         return Runner(replace(self.costs, request=request), self.times)
 
-    @with_stack_room
-    def torch_dry_run(self, sizes: Sizes) -> DryRun:
-        """A step with torch's own partition, at these sizes."""
-        with self.at(sizes):
-            code = self._as_torch().code
-            with self.times.stage("dry run"):
-                return code.dry_run(self.costs.device.type, self.costs.workspaces.blocks_of_call)
-
     def torch_peaks(self, sizes: Sizes, what: str) -> PeaksBySize:
-        """Its peaks as one of the sizes varies, in what the budget counts."""
+        """Of torch's own partition as one of the sizes varies, in what the budget counts."""
+        costs = self.costs
 
+        @with_stack_room
         def dry_run(size: int) -> DryRun:
-            return self.torch_dry_run({**sizes, what: size})
+            with self.at({**sizes, what: size}):
+                _, code = self._as_torch
+                with self.times.stage("dry run"):
+                    return code.dry_run(costs.device.type, costs.workspaces.blocks_of_call)
 
-        return PeaksBySize(dry_run, partial(plain_peak, request=self.costs.request))
+        return PeaksBySize(dry_run, partial(plain_peak, request=costs.request))
 
     @with_stack_room
     def torch_time_us(self, sizes: Sizes) -> float:
         """The planned time of torch's own partition at these sizes, in microseconds."""
         with self.at(sizes):
-            halves = self._as_torch().draft.halves
+            halves, _ = self._as_torch
             estimated = self._runner(self.costs.request).run("estimate", PLAN, self.prepared)
             return plan_of_torch(replace(estimated, halves=halves)).time_us
 
-    def _as_torch(self) -> AsTorch:
+    @cached_property
+    def _as_torch(self) -> tuple[Halves, GeneratedStep]:
         """Torch's partition and its code, not verified since it is not ours."""
-        if self.torch_cut is None:
-            runner = self._runner(self.costs.request.with_policy(verify=False))
-            cut = runner.run("apply", AS_TORCH, runner.run("estimate", PLAN, self.prepared))
-            cut = runner.run("apply", DONATE, cut)
-            with self.times.stage("dry run"), inductor_config.patch(UNTOUCHED):
-                code = generate_step(*cut.halves, num_fwd_outputs=cut.num_forward_outputs)
-            self.torch_cut = AsTorch(cut, code)
-        return self.torch_cut
+        runner = self._runner(self.costs.request.with_policy(verify=False))
+        cut = runner.run("apply", AS_TORCH, runner.run("estimate", PLAN, self.prepared))
+        cut = runner.run("apply", DONATE, cut)
+        with self.times.stage("dry run"), inductor_config.patch(UNTOUCHED):
+            code = generate_step(*cut.halves, num_fwd_outputs=cut.num_forward_outputs)
+        return cut.halves, code
 
     @with_stack_room
     def with_numbers(self, sizes: Sizes) -> SymbolicStep:
@@ -231,43 +206,40 @@ class SymbolicStep:
     @with_stack_room
     def untagged(self) -> SymbolicStep:
         """The same step without the tags of checkpoints, which leave all else as it is."""
-        module = without_user_tags(self.given.module)
+        draft = replace(self.given, module=without_user_tags(self.given.module))
         with self.there():
-            return _prepared(
-                replace(self.given, module=module),
-                self.costs.request,
-                self.names,
-                self.costs.name,
-                self.there,
-            )
+            return _prepared(draft, self.costs.request, self.names, self.costs.name, self.there)
 
     @with_stack_room
     def quickest(self, budget_bytes: int) -> Expected:
         """A plan that is found quickly for sizes that are numbers, and bytes of the graph alone.
 
-        It is expected to be within them, or, where none is, to take the least.
+        It is of one pass of the local search, its order held everywhere. It is expected to be
+        within the bytes, or, where none is, to take the least.
         """
         asked = self.costs.request
-        request = asked.with_budget(limit=budget_bytes + asked.budget.beside)
-        runner, planning = self._runner(request), Planning(request, self.times)
+        runner = self._runner(asked.with_budget(limit=budget_bytes + asked.budget.beside))
+        planning = Planning(runner.costs.request, self.times)
+        graphs = GraphInVariants(runner, self.prepared)
         with self.there():
-            found = _quickest(planning, GraphInVariants(runner, self.prepared), budget_bytes)
-        return Expected(Evaluator(runner, plan_only=True), found, found.plan.peak_bytes, self.there)
+            found = [
+                Candidate.planned(one, planning.solve(one.problem, budget_bytes, ONE_PASS))
+                for one in _drafts_for(planning, graphs, budget_bytes)
+            ]
+        best = min(found, key=lambda one: _time_and_peak(one.plan, budget_bytes))
+
+        @with_stack_room
+        def dry_run_peak() -> int:
+            with self.there():
+                return Evaluator(runner, plan_only=True).evaluate(best).peak_bytes
+
+        return Expected(best.plan.peak_bytes, best.plan.time_us, dry_run_peak)
 
 
-def _quickest(planning: Planning, graphs: GraphInVariants, budget_bytes: int) -> Candidate:
-    """A plan of one pass of the local search, its order held everywhere, without a dry run.
-
-    It is within the budget; where none is, it is the one of least peak.
-    """
-    found = [
-        Candidate.planned(one, planning.solve(one.estimate.problem, budget_bytes, ONE_PASS))
-        for one in _drafts_for(planning, graphs, budget_bytes)
-    ]
-    within = [one for one in found if one.plan.peak_bytes <= budget_bytes]
-    if within:
-        return min(within, key=lambda one: one.plan.time_us)
-    return min(found, key=lambda one: one.plan.peak_bytes)
+def _time_and_peak(plan: Plan, budget_bytes: int) -> tuple[bool, float]:
+    """To compare plans by: those within the budget by their time, the others by their peak."""
+    over = plan.peak_bytes > budget_bytes
+    return over, plan.peak_bytes if over else plan.time_us
 
 
 def _drafts_for(planning: Planning, graphs: GraphInVariants, target: int) -> list[Draft]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,28 +21,15 @@ import torch
 from torch import fx
 
 from fxremat import runtime
-from fxremat.compat.inductor.generated_code import (
-    Generated,
-    code_key,
-    generate,
-)
+from fxremat.compat.inductor.generated_code import Generated, code_key, generate
 from fxremat.compat.inductor.kernels import begin_kernels
 from fxremat.compat.inductor.lowered_ahead import hand_over as torch_hand_over
 from fxremat.compat.joint_graph import name_in_forward
 from fxremat.compat.sizes import size_bound
 from fxremat.compat.tensors import storage_key, without_memory
 from fxremat.compile.dry_run.meter import CodeMeter, Dropped, Workspace
-from fxremat.core.events import (
-    Allocate,
-    Event,
-    Free,
-    Given,
-    RunEvents,
-    events_from_json,
-    events_to_json,
-    run_events_from_json,
-    run_events_to_json,
-)
+from fxremat.core.events import Allocate, Event, Free, Given, RunEvents
+from fxremat.core.json_data import InvalidData, from_data, to_data
 from fxremat.core.timeline import Lifetime
 from fxremat.disk_cache import Answers, Question
 from fxremat.memory.measured_peak import uncollected
@@ -82,7 +69,7 @@ class DryRun:
     are live between forward and backward, inputs among them, and ``left_bytes`` at the end.
     ``lifetimes`` say when each storage is there: what is live at one step adds up to its
     ``live_bytes``. ``dropped`` is what others pass on to the step, or are given, and nobody needs
-    any more if they drop it. ``code`` is None where the answer was known.
+    any more if they drop it. ``code`` is the `GeneratedStep`, None where the answer was known.
     """
 
     peak_bytes: int
@@ -96,7 +83,7 @@ class DryRun:
     lifetimes: tuple[Lifetime, ...] = field(default=(), repr=False)
     dropped: tuple[Dropped, ...] = ()
     allocator: AllocatorEvents = field(default=AllocatorEvents(), repr=False, compare=False)
-    code: GeneratedStep | None = field(default=None, repr=False, compare=False)
+    code: Any = field(default=None, repr=False, compare=False)
 
     @property
     def events(self) -> tuple[Event, ...]:
@@ -137,9 +124,8 @@ class DryRun:
 
     def hand_over(self) -> None:
         """Have the code compiled as it is, where it came with kernels."""
-        if self.code is None:
-            return
-        for half in (self.code.forward_code, self.code.backward_code):
+        halves = () if self.code is None else (self.code.forward_code, self.code.backward_code)
+        for half in halves:
             if half.lowered is not None:
                 torch_hand_over(half.lowered)
 
@@ -231,12 +217,12 @@ def dry_run_once(
     """
     question = _question(forward, backward, num_fwd_outputs, card or device)
     answers = Answers(directory)
-    known = _dry_run_from_json(answers.read(question)) if question is not None else None
-    if known is not None:
-        return known
+    if question is not None:
+        with suppress(InvalidData):
+            return from_data(DryRun, answers.read(question))
     found = dry_run(forward, backward, num_fwd_outputs=num_fwd_outputs, device=device, **asked)
     if question is not None:
-        answers.keep(question, _dry_run_to_json(found))
+        answers.keep(question, to_data(replace(found, code=None)))
     return found
 
 
@@ -244,51 +230,15 @@ def _question(
     forward: fx.GraphModule, backward: fx.GraphModule, num_fwd_outputs: int, device: str
 ) -> Question | None:
     """Everything that a dry run depends on; None where that cannot be named."""
-    first = code_key(forward, is_backward=False)
-    second = code_key(backward, is_backward=True)
-    if first is None or second is None:
+    keys = [code_key(forward, is_backward=False), code_key(backward, is_backward=True)]
+    if None in keys:
         return None
     return {
-        "forward": first,
-        "backward": second,
+        "halves": keys,
         "num_fwd_outputs": num_fwd_outputs,
         "device": device,
         "threads": torch.get_num_threads(),
     }
-
-
-def _dry_run_to_json(found: DryRun) -> dict[str, Any]:
-    asked, run = found.allocator, found.allocator.as_run
-    allocator = {
-        "events": events_to_json(asked.events),
-        "forward_events": asked.forward_events,
-        "as_run": None if run is None else run_events_to_json(run),
-    }
-    plain = asdict(replace(found, code=None, allocator=AllocatorEvents()))
-    return {**plain, "allocator": allocator}
-
-
-def _dry_run_from_json(answer: Any) -> DryRun | None:
-    with suppress(KeyError, TypeError, ValueError, AttributeError):
-        allocator, run = answer["allocator"], answer["allocator"]["as_run"]
-        return DryRun(
-            peak_bytes=int(answer["peak_bytes"]),
-            live_bytes=tuple(map(int, answer["live_bytes"])),
-            computed=tuple(map(str, answer["computed"])),
-            at_peak=tuple((str(name), int(size)) for name, size in answer["at_peak"]),
-            scratch={str(name): int(size) for name, size in answer["scratch"].items()},
-            forward_steps=int(answer["forward_steps"]),
-            saved_bytes=int(answer["saved_bytes"]),
-            left_bytes=int(answer["left_bytes"]),
-            lifetimes=tuple(Lifetime(**one) for one in answer["lifetimes"]),
-            dropped=tuple(Dropped(**one) for one in answer["dropped"]),
-            allocator=AllocatorEvents(
-                events=tuple(events_from_json(allocator["events"])),
-                forward_events=int(allocator["forward_events"]),
-                as_run=None if run is None else run_events_from_json(run),
-            ),
-        )
-    return None
 
 
 def example_input(node: fx.Node) -> Any:
@@ -306,11 +256,6 @@ def placeholders(module: fx.GraphModule) -> list[fx.Node]:
     return [n for n in module.graph.nodes if n.op == "placeholder"]
 
 
-def _is_on_host(node: fx.Node) -> bool:
-    """Whether an input of the graph lives in host memory: it is fetched."""
-    return any(user.target is runtime.to_device or is_fetch(user) for user in node.users)
-
-
 def _run(step: GeneratedStep, meter: CodeMeter) -> DryRun:
     forward, backward, outputs = step.forward, step.backward, step.num_fwd_outputs
     with without_memory() as fake:
@@ -326,7 +271,7 @@ def _run(step: GeneratedStep, meter: CodeMeter) -> DryRun:
         results, again = meter.names(kept), meter.names(given.values())
         del returned, arguments
         passed = _pass_on(meter, backward, given, step.saved)
-        middle = _Middle(len(meter.live_bytes), meter.current, len(meter.events))
+        forward_steps, saved, events = len(meter.live_bytes), meter.current, len(meter.events)
         tangents = [passed[name] for name in passed if name not in given]
         meter.pass_on(tangents)
         read_again, incoming = passed.keys() & primals.keys(), meter.names(tangents)
@@ -339,20 +284,29 @@ def _run(step: GeneratedStep, meter: CodeMeter) -> DryRun:
         Given(size, again=name in read_again, gradient=gradient_of.get(name))
         for name, size in resident
     )
-    run = _as_run(meter.events, middle.events, inputs, results, again, incoming)
+    run = _as_run(meter.events, events, inputs, results, again, incoming)
     run = replace(run, forward_buffers=forward_buffers, backward_buffers=tuple(meter.buffers))
     there = [Allocate(name, size) for name, size in resident]
-    allocator = AllocatorEvents((*there, *meter.events), len(there) + middle.events, run)
-    return _counted(meter, resident, middle, allocator, step)
-
-
-@dataclass(frozen=True)
-class _Middle:
-    """Between forward and backward: steps and events so far, and bytes that are live."""
-
-    steps: int
-    live: int
-    events: int
+    allocator = AllocatorEvents((*there, *meter.events), len(there) + events, run)
+    total, end = sum(size for _, size in resident), len(meter.live_bytes)
+    return DryRun(
+        peak_bytes=meter.peak + total,
+        live_bytes=tuple(total + n for n in meter.live_bytes),
+        computed=tuple(meter.computed),
+        at_peak=tuple(resident) + meter.at_peak,
+        scratch=meter.scratch,
+        forward_steps=forward_steps,
+        saved_bytes=total + saved,
+        left_bytes=total + meter.current,
+        lifetimes=(
+            *(Lifetime(name, size, 0, end) for name, size in resident),
+            *meter.lifetimes,
+            *map(meter.lifetime, (*meter.others.gone, *meter.live.values())),
+        ),
+        dropped=tuple(meter.others.dropped),
+        allocator=allocator,
+        code=step,
+    )
 
 
 def _as_run(
@@ -377,37 +331,14 @@ def _as_run(
 
 
 def resident_inputs(forward: fx.GraphModule, device: str) -> list[tuple[str, int]]:
-    """The inputs that are there throughout, and their bytes."""
-    tensors = [n for n in placeholders(forward) if is_tensor(n) and not _is_on_host(n)]
-    return [(n.name, nbytes(n.meta["val"])) for n in tensors if n.meta["val"].device.type == device]
-
-
-def _counted(
-    meter: CodeMeter,
-    resident: list[tuple[str, int]],
-    middle: _Middle,
-    allocator: AllocatorEvents,
-    code: GeneratedStep,
-) -> DryRun:
-    total, end = sum(size for _, size in resident), len(meter.live_bytes)
-    return DryRun(
-        peak_bytes=meter.peak + total,
-        live_bytes=tuple(total + n for n in meter.live_bytes),
-        computed=tuple(meter.computed),
-        at_peak=tuple(resident) + meter.at_peak,
-        scratch=meter.scratch,
-        forward_steps=middle.steps,
-        saved_bytes=total + middle.live,
-        left_bytes=total + meter.current,
-        lifetimes=(
-            *(Lifetime(name, size, 0, end) for name, size in resident),
-            *meter.lifetimes,
-            *map(meter.lifetime, (*meter.others.gone, *meter.live.values())),
-        ),
-        dropped=tuple(meter.others.dropped),
-        allocator=allocator,
-        code=code,
-    )
+    """The inputs that are there throughout, and their bytes; what is fetched lives on the host."""
+    return [
+        (node.name, nbytes(node.meta["val"]))
+        for node in placeholders(forward)
+        if is_tensor(node)
+        and node.meta["val"].device.type == device
+        and not any(user.target is runtime.to_device or is_fetch(user) for user in node.users)
+    ]
 
 
 def _pass_on(

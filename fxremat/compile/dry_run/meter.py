@@ -212,15 +212,15 @@ class CodeMeter(Meter[_Buffer]):
         line = self.code.line() if self.code is not None else None
         name = self.code.named_at.get(line, "") if self.code is not None and line else ""
         results = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
-        inside = self._inside_known(op, args, kwargs)
-        blocks = self.workspace(op, args, kwargs) if inside is None else ()
-        scratch = sum(rounded(n, self.device) for n in blocks)
-        if inside is not None:
+        inside, blocks = self._inside_known(op, args, kwargs), tuple[int, ...]()
+        if inside is None:
+            blocks = tuple(self.workspace(op, args, kwargs))
+            scratch = sum(rounded(n, self.device) for n in blocks)
+        else:
             scratch = inside.scratch
+            self._add_inside(inside, results, name)
         if scratch and self.code is not None:
             self.scratch[self.code.origin(name, 0)] = scratch
-        if inside is not None:
-            self._add_inside(inside, results, name)
         self.count(results, name)
         if scratch:
             now = len(self.live_bytes)

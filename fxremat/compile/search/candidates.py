@@ -16,14 +16,14 @@ that of the code that Inductor would generate.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from fxremat.compat.configuration import cache_directory
 from fxremat.compile.constants import NEAR_PEAK
-from fxremat.compile.draft import Draft, PlannedSteps
+from fxremat.compile.draft import Draft
 from fxremat.compile.dry_run.dry_run import DryRun, dry_run_once
 from fxremat.compile.pipeline import APPLY, BEGIN, Runner
 from fxremat.compile.request import Request, as_asked
@@ -63,7 +63,8 @@ class Candidate:
         problem, steps = draft.problem, plan.steps
         live = replay(problem, steps).live_bytes
         held = {k for k, nbytes in enumerate(live) if nbytes >= NEAR_PEAK * aim}
-        again = dict(_runs_again(steps))
+        first = {step: k for k, step in reversed([*enumerate(steps)])}
+        again = {k: s for k, s in enumerate(steps) if isinstance(s, str) and first[s] < k}
         if any(_is_of_next_to_nothing(problem.op_of[name], problem) for name in again.values()):
             held |= again.keys()
         return cls(draft, plan, "planned near the peak" if held else "inductor", frozenset(held))
@@ -88,15 +89,6 @@ def _is_of_next_to_nothing(op: Op, problem: Problem) -> bool:
     sizes = problem.bytes_of
     read, written = (sum(sizes[name] for name in names) for names in (op.reads, op.writes))
     return 0 < read <= NEGLIGIBLE_PART * written
-
-
-def _runs_again(steps: Sequence[Step]) -> Iterator[tuple[int, str]]:
-    """The steps that run an op again, by their places."""
-    seen = set[Step]()
-    for k, step in enumerate(steps):
-        if isinstance(step, str) and step in seen:
-            yield k, step
-        seen.add(step)
 
 
 @dataclass(frozen=True)
@@ -164,16 +156,6 @@ class Evaluation:
         """What the budget counts beyond allocated bytes; plans know nothing of it."""
         return self.peak_bytes - self.allocated
 
-    @property
-    def runs_again(self) -> bool:
-        """Whether anything runs more than once."""
-        return bool(self.plan.repeats())
-
-    def hand_over(self) -> None:
-        """Have the code of the dry run compiled: this candidate is taken."""
-        if self.dry_run is not None:
-            self.dry_run.hand_over()
-
     def corrections(self) -> Corrections:
         """What its dry run shows of library calls."""
         return Corrections(self.dry_run.scratch if self.dry_run is not None else {})
@@ -216,21 +198,15 @@ def plain_peak(shown: DryRun, request: Request) -> int:
 def _counted(plan: Plan, shown: DryRun | None, request: Request) -> tuple[int, Reserved | None]:
     """The peak of a candidate in the bytes that the budget counts, and what is reserved for it.
 
-    Without a dry run it is the peak of its plan.
+    Without a dry run it is the peak of its plan. None where what is reserved is not known.
     """
-    taken = _reserved(shown, request)
-    if taken is not None and request.budget.counted_allocator is not None:
-        return taken.nbytes - request.budget.held, taken
+    budget, taken = request.budget, None
+    if shown is not None and shown.allocator.as_run is not None and budget.allocator is not None:
+        run = as_asked(shown.allocator.as_run, request)
+        taken = reserved_by_run(shown.events, run, budget.allocator, budget.held)
+    if taken is not None and budget.counted_allocator is not None:
+        return taken.nbytes - budget.held, taken
     return (plan if shown is None else shown).peak_bytes, taken
-
-
-def _reserved(shown: DryRun | None, request: Request) -> Reserved | None:
-    """What the allocator of the request takes for a dry run; None where that is not known."""
-    budget = request.budget
-    if shown is None or budget.allocator is None or shown.allocator.as_run is None:
-        return None
-    run = as_asked(shown.allocator.as_run, request)
-    return reserved_by_run(shown.events, run, budget.allocator, budget.held)
 
 
 @dataclass(frozen=True)
@@ -249,7 +225,10 @@ class Evaluator:
         known = self.seen.get(candidate.key)
         if known is not None:
             return replace(known, candidate=candidate)
-        draft = self._halves(candidate)
+        draft = candidate.draft
+        if not candidate.order.startswith("torch"):
+            draft = replace(draft, planned=(candidate.plan.steps, candidate.held))
+            draft = self.runner.run("apply", APPLY, draft)
         if not self.plan_only:
             draft = self.runner.run("kernels", BEGIN, draft)
         request = self.runner.costs.request
@@ -265,12 +244,6 @@ class Evaluator:
             candidate.order, candidate.plan.peak_bytes, peak,
         )  # fmt: skip
         return made
-
-    def _halves(self, candidate: Candidate) -> Draft:
-        if candidate.order.startswith("torch"):
-            return candidate.draft
-        planned = PlannedSteps(candidate.plan.steps, candidate.held)
-        return self.runner.run("apply", APPLY, replace(candidate.draft, planned=planned))
 
     def _dry_run(self, draft: Draft, *, with_kernels: bool) -> DryRun | None:
         """The real peak; None, with a warning, for code that does not run without data.

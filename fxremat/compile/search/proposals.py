@@ -165,7 +165,7 @@ def next_target(history: Sequence[Evaluation], aim: int) -> int | None:
     last = history[-1]
     miss = last.peak_bytes - aim
     left = last.fragmentation_bytes - miss
-    if miss <= 0 and (left <= CLOSE_ENOUGH * aim or not last.runs_again):
+    if miss <= 0 and (left <= CLOSE_ENOUGH * aim or not last.plan.repeats()):
         return None
     target = max(0, last.plan.peak_bytes - _step_down(history, miss, aim))
     best = fastest_under(aim, history)

@@ -37,11 +37,6 @@ class VariantSet:
         """The graph's problem, with all variants to choose from."""
         return self.estimate.problem
 
-    def asked(self, names: Sequence[str]) -> tuple[Site, ...]:
-        """The sites of these names."""
-        wanted = set(names)
-        return tuple(site for site in self.sites if site.name in wanted)
-
 
 @dataclass(frozen=True)
 class GraphInVariants:
@@ -59,8 +54,8 @@ class GraphInVariants:
     def draft(self, names: tuple[str, ...], variants: VariantSet | None = None) -> Draft:
         """The graph with these variants taken, and its problem."""
         if names not in self.drafts:
-            sites = variants.asked(names) if variants is not None else ()
-            asked = replace(self.prepared, sites=sites)
+            sites = () if variants is None else variants.sites
+            asked = replace(self.prepared, sites=tuple(one for one in sites if one.name in names))
             self.drafts[names] = self.runner.run("estimate", PLAN, asked)
         return self.drafts[names]
 
