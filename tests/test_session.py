@@ -249,7 +249,7 @@ def test_on_cuda_states_are_held_that_are_not_there_yet(
         weight = torch.nn.Parameter(torch.empty(250, device="cuda:0"))
         optimizer = torch.optim.AdamW([weight], fused=True)
     assert asked([weight]).coming == 3 * 1024 - 512  # the number of steps is there, too
-    monkeypatch.setattr(optimizers, "_states_there", lambda optimizer, device: {0: 1024})
+    monkeypatch.setattr(optimizers, "_states_there", lambda optimizer, device: 1024)
     assert asked([weight]).coming == 2 * 1024 - 512
     assert optimizer.param_groups
 
