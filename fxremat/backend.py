@@ -41,10 +41,11 @@ from fxremat.compile.ranks import agreed
 from fxremat.compile.request import device_of_inputs
 from fxremat.cost.device import absent_card
 from fxremat.errors import InfeasibleBudget, UnsupportedDevice, forget_frames
-from fxremat.memory.enforced import enforced
+from fxremat.memory.enforced import NOT_CAPPED, enforced, explained
 from fxremat.memory.storages import storages_of
 from fxremat.options import disabled, parse_options
 from fxremat.report.report import peak_table
+from fxremat.sizes import format_bytes
 from fxremat.step import scope as scopes
 from fxremat.step.context import (
     ModelContext,
@@ -253,16 +254,22 @@ NOT_PLANNED = (
 
 
 def _under_cap(in_step: GraphInStep, call: Callable[..., Any]) -> Callable[..., Any]:
-    """What runs the graph, under a cap of the allocator where that is asked for."""
-    limit = in_step.request.budget.limit
-    if not in_step.graph.options.enforce or limit is None:
+    """What runs the graph, and on CUDA says what was planned where memory runs out.
+
+    Where that is asked for, it runs under a cap of the allocator.
+    """
+    limit, device = in_step.request.budget.limit, in_step.where.device
+    capped = in_step.graph.options.enforce
+    if limit is None or not (capped or device.type == "cuda"):
         return call
 
     def planned() -> str:
         reports = [version.report for version in in_step.known.values()]
         return "\n".join(peak_table(report) for report in reports if report is not None)
 
-    return enforced(call, in_step.where.device, limit, planned)
+    if capped:
+        return enforced(call, device, limit, planned)
+    return explained(call, planned, NOT_CAPPED % format_bytes(limit))
 
 
 def _reset() -> None:

@@ -18,7 +18,7 @@ from fxremat.core.events import Allocate, Event, Free, Given, RunEvents
 from fxremat.core.layout import CodeBuffer, OwnPools
 from fxremat.memory import enforced as own
 from fxremat.memory.allocator_settings import AllocatorSettings
-from fxremat.memory.enforced import enforced, hold_cap
+from fxremat.memory.enforced import NOT_CAPPED, enforced, explained, hold_cap
 from fxremat.memory.reserved_bytes import CommonPool, keep_too_much, reserved, reserved_by_run
 from fxremat.sizes import GIB, MIB
 from tests.small import Stack, seeded
@@ -164,10 +164,20 @@ def told() -> str:
     return "graph 0: plenty"
 
 
-def test_an_error_of_the_forward_says_what_is_planned(fractions: list[float]) -> None:
-    def call(x: Tensor) -> Tensor:
-        raise torch.OutOfMemoryError("CUDA out of memory.")
+def call(x: Tensor) -> Tensor:
+    raise torch.OutOfMemoryError("CUDA out of memory.")
 
+
+def test_an_error_without_a_cap_says_what_is_planned_too() -> None:
+    run = explained(call, told, NOT_CAPPED % "40.00 GiB")
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        run(torch.ones(2))
+    assert "The memory budget is 40.00 GiB. Of it, this was planned: graph 0: plenty" in str(
+        caught.value
+    )
+
+
+def test_an_error_of_the_forward_says_what_is_planned(fractions: list[float]) -> None:
     run = enforced(call, GPU, 40 * GIB, told)
     with pytest.raises(torch.OutOfMemoryError) as caught:
         run(torch.ones(2))

@@ -1,7 +1,8 @@
-"""``enforce=True``: the budget is the most that CUDA's allocator takes from the device.
+"""What is said where CUDA runs out of memory, and a cap for torch's allocator.
 
-What would take more ends with torch's `OutOfMemoryError`, whoever asks for it. If a compiled graph
-does, the error says what was planned to be there when most is.
+With ``enforce=True`` the budget is the most that the allocator takes from the device: what would
+take more ends with torch's `OutOfMemoryError`, whoever asks for it. If a compiled graph does, with
+or without a cap, the error says what was planned to be there when most is.
 """
 
 from __future__ import annotations
@@ -28,9 +29,23 @@ Call = Callable[..., Any]
 def enforced(call: Call, device: torch.device, limit: int, planned: Callable[[], str]) -> Call:
     """The same as ``call``, which runs a compiled graph, under a cap of ``limit`` bytes.
 
-    The cap lasts as long as what is returned. ``planned`` tells what the graph's plan holds.
+    The cap lasts as long as what is returned. ``planned`` is as for `explained`.
     """
-    running = _Running(limit, planned)
+    run = explained(call, planned, CAPPED % format_bytes(limit))
+    hold_cap(device, limit, run)
+    return run
+
+
+CAPPED = "The allocator was held to the memory budget of %s, because of enforce=True."
+NOT_CAPPED = "The memory budget is %s. Of it, this was planned:"
+
+
+def explained(call: Call, planned: Callable[[], str], why: str) -> Call:
+    """The same as ``call``, which runs a compiled graph, with more in torch's `OutOfMemoryError`.
+
+    It says ``why``, and what the graph's plan holds, as ``planned`` tells it.
+    """
+    running = _Running(why, planned)
 
     def run(*args: Any) -> Any:
         before = autograd_position()
@@ -49,7 +64,6 @@ def enforced(call: Call, device: torch.device, limit: int, planned: Callable[[],
     own = getattr(call, "__dict__", {})
     vars(run).update({name: own[name] for name in own if not name.startswith(marks)})
     when_backward_fails(_explain)
-    hold_cap(device, limit, run)
     return run
 
 
@@ -57,7 +71,7 @@ def enforced(call: Call, device: torch.device, limit: int, planned: Callable[[],
 class _Running:
     """A graph whose backward may be running."""
 
-    limit: int
+    why: str
     planned: Callable[[], str]
 
     def begin(self) -> None:
@@ -69,10 +83,9 @@ class _Running:
     def explain(self, error: BaseException) -> None:
         """Say in the error what the plan holds."""
         message = (
-            f"{error}\nThe allocator was held to the memory budget of {format_bytes(self.limit)}, "
-            f"because of enforce=True. {self.planned()}\nWhat to do: code beside the compiled "
-            "graphs may hold more than was counted: say so with the options reserve and optimizer; "
-            "or set a larger memory_budget."
+            f"{error}\n{self.why} {self.planned()}\nWhat to do: code beside the compiled graphs "
+            "may hold more than was counted: say so with the options reserve and optimizer; or set "
+            "another memory_budget."
         )
         error.args = (message,)
 
