@@ -19,8 +19,8 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +29,8 @@ from fxremat.core.events import (
     Event,
     Free,
     RunEvents,
-    events_from_json,
-    run_events_from_json,
 )
+from fxremat.core.json_data import from_data
 from fxremat.core.layout import CodeBuffer
 from fxremat.core.step import last_first
 from fxremat.memory.allocator_settings import MIN_BLOCK_BYTES, round_up
@@ -75,7 +74,7 @@ def recorded_runs(results: Path = RESULTS) -> Iterator[tuple[str, RunEvents]]:
     for path in sorted((results / "steps").glob("*.json.gz")):
         yield _name(path), _all_by_the_code(_read(path)["events"])
     for path in sorted((results / "runs").glob("*.json.gz")):
-        yield _name(path), run_events_from_json(_read(path))
+        yield _name(path), run_of_data(_read(path))
 
 
 def _name(path: Path) -> str:
@@ -86,10 +85,22 @@ def _read(path: Path) -> Any:
     return json.loads(gzip.decompress(path.read_bytes()))
 
 
+def run_of_data(data: dict[str, Any]) -> RunEvents:
+    """A run as it is written down: names and bytes of what is allocated, names of what is freed."""
+    forward, backward = (tuple(_events(data[half])) for half in ("forward", "backward"))
+    rest = from_data(RunEvents, {**data, "forward": (), "backward": ()})
+    return replace(rest, forward=forward, backward=backward)
+
+
+def _events(written: Iterable[Any]) -> Iterator[Event]:
+    for name, *size in written:
+        yield Allocate(str(name), int(size[0])) if size else Free(str(name))
+
+
 def _all_by_the_code(written: dict[str, Any]) -> RunEvents:
     """A run whose code asks itself for everything."""
-    forward = tuple(events_from_json(written["forward"]))
-    backward = tuple(events_from_json(written["backward"]))
+    forward = tuple(_events(written["forward"]))
+    backward = tuple(_events(written["backward"]))
     return RunEvents(
         forward,
         backward,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
@@ -19,8 +18,6 @@ from fxremat.core.events import (
     Given,
     Outside,
     RunEvents,
-    run_events_from_json,
-    run_events_to_json,
 )
 from fxremat.core.layout import CodeBuffer
 from fxremat.core.step import Interface, Order, Version
@@ -175,11 +172,6 @@ def test_sizes_are_paired_in_their_places_first() -> None:
     assert paired([5, 7, 5], [5, 5, 7]) == [0, 2, 1]
     assert paired([5, 5], [7, 5, 5, 5]) == [1, 2]
     assert paired([5, 6], [5]) == [0, None]
-
-
-def test_read_back_from_json() -> None:
-    version = replace(BLOCK, again=("2",))
-    assert run_events_from_json(json.loads(json.dumps(run_events_to_json(version)))) == version
 
 
 @st.composite

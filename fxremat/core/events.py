@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
-from fxremat.core.json_data import from_data, to_data
 from fxremat.core.layout import CodeBuffer
 
 
@@ -112,27 +110,3 @@ class Backward:
 
 Outside = Allocate | Free | Forward | Backward
 """What happens outside of the parts. What is there all the time has a name that is no number."""
-
-
-def run_events_to_json(run: RunEvents) -> dict[str, Any]:
-    halves = {"forward": events_to_json(run.forward), "backward": events_to_json(run.backward)}
-    return {**to_data(replace(run, forward=(), backward=())), **halves}
-
-
-def run_events_from_json(data: dict[str, Any]) -> RunEvents:
-    """Read back; raises `KeyError`, `TypeError` or `InvalidData` where it is none."""
-    forward, backward = (tuple(events_from_json(data[half])) for half in ("forward", "backward"))
-    rest = from_data(RunEvents, {**data, "forward": (), "backward": ()})
-    return replace(rest, forward=forward, backward=backward)
-
-
-def events_to_json(events: Iterable[Event]) -> list[list[Any]]:
-    """A name and bytes for what is allocated, a name for what is freed."""
-    return [[e.name, e.nbytes] if isinstance(e, Allocate) else [e.name]
-            for e in events if not isinstance(e, EmptyCache)]  # fmt: skip
-
-
-def events_from_json(written: Iterable[Any]) -> Iterator[Event]:
-    """Read back."""
-    for name, *size in written:
-        yield Allocate(str(name), int(size[0])) if size else Free(str(name))
