@@ -395,7 +395,12 @@ def test_gradients_that_live_on_are_planned_for_by_all_graphs() -> None:
     assert measured <= predicted <= budget
 
 
-@pytest.mark.parametrize("make", [two_breaks, parts_apart, eager_between])
+def logits_held() -> Case:
+    """Logits that a graph has made are held in the backward, and the loss is in the next graph."""
+    return two_breaks(partial(HeadApart, 2, head_and_loss=False))
+
+
+@pytest.mark.parametrize("make", [two_breaks, parts_apart, eager_between, logits_held])
 def test_the_least_that_is_named_is_that_of_all_graphs_however_little_was_asked_for(
     make: Callable[[], Case],
 ) -> None:

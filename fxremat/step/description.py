@@ -60,6 +60,8 @@ class StepDescription:
     """Of parts whose graph is at hand."""
     seen_between: bool = False
     """Whether the points have what was seen between the halves."""
+    if_held: tuple[StepPoint, ...] = ()
+    """The points if all that callers have now of the results of runs stays to the end."""
     layouts: dict[tuple[int, ...], StepLayout] = field(default_factory=dict)
     """By the versions of all runs."""
     layouts_of: dict[tuple[int, int], StepLayout] = field(default_factory=dict)
@@ -183,6 +185,11 @@ class StepDescription:
             aim = min(aim, self.step().peak_bytes(fastest)) - over
             best = min(best, found, key=_need)
         return best
+
+    def enough_if_held(self, least: LeastVersions, budget: Budget) -> int:
+        """A budget that is enough even if callers go on to hold what they have now."""
+        peak = replace(self.step(), points=self.if_held).peak_bytes(least.chosen)
+        return max(least.budget_bytes, budget.least_for(peak + least.unused))
 
     def _needed(self, choose: Way, budget: Budget, reserved: Reserves) -> LeastVersions:
         """What one way to choose needs."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
@@ -43,7 +43,7 @@ from fxremat.faults import with_less_after_faults
 from fxremat.memory.allocator_settings import AllocatorSettings
 from fxremat.memory.arena import Arena
 from fxremat.memory.reserved_bytes import keep_too_much
-from fxremat.memory.storages import Storages, saved_storages, storage_bytes
+from fxremat.memory.storages import Storages, saved_storages, storage_bytes, storages_of
 from fxremat.options import Options, parse_options
 from fxremat.report.report import Report
 from fxremat.runtime import accumulation
@@ -430,6 +430,11 @@ class WaitingRun:
         if node is None:
             return {}
         return saved_storages(node, self.promise.saved_bytes, self.promise.device)
+
+    def in_use(self, saved: Container[int]) -> bool:
+        """Whether somebody has a result, at none of the addresses that are ``saved``."""
+        results = storages_of([one() for one in self.made], self.promise.device)
+        return any(key not in saved for key in results)
 
 
 @dataclass(frozen=True)

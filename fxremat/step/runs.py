@@ -264,9 +264,9 @@ class GraphInStep:
         except InfeasibleBudget as refused:
             if refused.minimum_bytes is None or not self.where.neighbours.graphs:
                 raise
-            least = self._least_of_all(refused) if self.graph.gives_loss else 0
+            least, named = self._least_of_all(refused) if self.graph.gives_loss else (0, 0)
             if least > refused.budget_bytes:
-                raise InfeasibleBudget(refused.budget_bytes, least, *refused.args[2:]) from None
+                raise InfeasibleBudget(refused.budget_bytes, named, *refused.args[2:]) from None
             missing = refused.minimum_bytes - refused.budget_bytes
             log.warning("%s too much in this step: the next is planned anew", format_bytes(missing))
             forget_frames(refused)
@@ -287,17 +287,18 @@ class GraphInStep:
         found = RunVersions((promised,), (0,), own, request.budget.held - late + own)
         return self._note_peak(told, found)
 
-    def _least_of_all(self, refused: InfeasibleBudget) -> int:
-        """The least budget for this graph and those that wait while it runs."""
+    def _least_of_all(self, refused: InfeasibleBudget) -> tuple[int, int]:
+        """The least budget for this graph and those that wait, and one that is surely enough."""
         scope, waiting = self.where.scope, self.where.scope.waiting.values()
         self.part()
         scope.given.see_eager(self.graph.inputs, self.around, waiting, self.where.device)
         if (described := scope.describe_with(self, self.where.given)) is None:
-            return refused.minimum_bytes or 0
+            return (refused.minimum_bytes or 0,) * 2
         described.offer_compiled()
         more = version_refused(self.graph.plan, self.request, refused)
         described.offer(own := described.part_of[-1], (*described.parts[own].offers, *more))
-        return self._least(described).budget_bytes
+        least = self._least(described)
+        return least.budget_bytes, described.enough_if_held(least, self.request.budget)
 
     def part(self) -> Part:
         """What it offers as a part of a step. Raises `NoBackward`."""

@@ -174,15 +174,23 @@ class BudgetScope:
 
         The latter is ``given`` the storages at these addresses.
         """
+        gc.collect()  # what Dynamo has left is held by nobody
         waiting = [one for one in self.waiting.values() if one.graph is not None]
         runs = [(one.graph, one.place) for one in waiting if one.graph is not None]
         pairs = zip(waiting, [*(one.given for one in waiting[1:]), given], strict=True)
         kept = [k for k, (one, taken) in enumerate(pairs) if not one.results & taken]
         runs.append((graph, 0))
-        held = [len(runs) - 1]  # what nobody is given yet, others may hold
+        last = len(runs) - 1  # what nobody is given yet, others may hold
         trained = [*(one.weights for one in waiting), {}]
         order, eager = last_first(len(runs)), self.given.eager
-        return self._described(runs, order, eager.seen - eager.counted, kept, held, trained)
+        more_bytes = eager.seen - eager.counted
+        described = self._described(runs, order, more_bytes, kept, [last], trained)
+        if described is not None:
+            saved = {key for one in waiting for key in one.saved()}
+            in_use = [k for k, one in enumerate(waiting) if one.in_use(saved)]
+            held = self._described(runs, order, more_bytes, kept, [*in_use, last], trained)
+            described.if_held = () if held is None else held.points
+        return described
 
     def _describe_last(self) -> StepDescription | None:
         """The last step as it has run; None where it cannot be planned as one."""
