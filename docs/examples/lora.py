@@ -1,6 +1,6 @@
 """LoRA of a Llama with PEFT: its frozen weights have no gradients, and saved values take the rest.
 
-    python docs/examples/lora.py --budget 22MiB
+    python docs/examples/lora.py --budget 16MiB
     python docs/examples/lora.py --width 4096 --layers 32 --length 2048 --batch 8 --device cuda \
         --budget 40GiB
 """

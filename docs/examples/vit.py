@@ -1,6 +1,6 @@
 """A vision transformer of Hugging Face, trained on images in a loop of one's own.
 
-    python docs/examples/vit.py --budget 26MiB
+    python docs/examples/vit.py --budget 24MiB
     python docs/examples/vit.py --width 1024 --layers 24 --size 224 --batch 256 --device cuda \
         --budget 20GiB
 """
@@ -37,7 +37,7 @@ def stripes(count: int, size: int) -> Batch:
     return images + 0.3 * torch.randn(count, 3, size, size), classes
 
 
-def main(size: int = 64, width: int = 128, layers: int = 4, batch: int = 8, steps: int = 5,
+def main(size: int = 64, width: int = 128, layers: int = 4, batch: int = 32, steps: int = 5,
          budget: str | None = None, device: str = "cpu") -> list[float]:  # fmt: skip
     """The loss of each step."""
     torch.manual_seed(0)
@@ -46,4 +46,4 @@ def main(size: int = 64, width: int = 128, layers: int = 4, batch: int = 8, step
 
 
 if __name__ == "__main__":
-    main(**vars(arguments(__doc__ or "", size=64, width=128, layers=4, batch=8)))
+    main(**vars(arguments(__doc__ or "", size=64, width=128, layers=4, batch=32)))
