@@ -60,8 +60,6 @@ class StepDescription:
     """Of parts whose graph is at hand."""
     seen_between: bool = False
     """Whether the points have what was seen between the halves."""
-    if_held: tuple[StepPoint, ...] = ()
-    """The points if all that callers have now of the results of runs stays to the end."""
     layouts: dict[tuple[int, ...], StepLayout] = field(default_factory=dict)
     """By the versions of all runs."""
     layouts_of: dict[tuple[int, int], StepLayout] = field(default_factory=dict)
@@ -186,9 +184,9 @@ class StepDescription:
             best = min(best, found, key=_need)
         return best
 
-    def enough_if_held(self, least: LeastVersions, budget: Budget) -> int:
-        """A budget that is enough even if callers go on to hold what they have now."""
-        peak = replace(self.step(), points=self.if_held).peak_bytes(least.chosen)
+    def enough_at(self, points: tuple[StepPoint, ...], least: LeastVersions, budget: Budget) -> int:
+        """A budget that is enough for these versions at other points, too."""
+        peak = replace(self.step(), points=points).peak_bytes(least.chosen)
         return max(least.budget_bytes, budget.least_for(peak + least.unused))
 
     def _needed(self, choose: Way, budget: Budget, reserved: Reserves) -> LeastVersions:

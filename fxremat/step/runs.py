@@ -292,13 +292,14 @@ class GraphInStep:
         scope, waiting = self.where.scope, self.where.scope.waiting.values()
         self.part()
         scope.given.see_eager(self.graph.inputs, self.around, waiting, self.where.device)
-        if (described := scope.describe_with(self, self.where.given)) is None:
+        if (found := scope.describe_with(self, self.where.given)) is None:
             return (refused.minimum_bytes or 0,) * 2
+        described, if_held = found
         described.offer_compiled()
         more = version_refused(self.graph.plan, self.request, refused)
         described.offer(own := described.part_of[-1], (*described.parts[own].offers, *more))
         least = self._least(described)
-        return least.budget_bytes, described.enough_if_held(least, self.request.budget)
+        return least.budget_bytes, described.enough_at(if_held, least, self.request.budget)
 
     def part(self) -> Part:
         """What it offers as a part of a step. Raises `NoBackward`."""

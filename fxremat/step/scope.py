@@ -28,7 +28,7 @@ from fxremat.compat.dynamo import compilations
 from fxremat.compat.ranks import is_a_rank
 from fxremat.compat.tensors import apart_from_tracing
 from fxremat.core.constants import MUCH_UNUSED
-from fxremat.core.step import Order, in_order, last_first
+from fxremat.core.step import Order, StepPoint, in_order, last_first
 from fxremat.errors import BudgetExceeded, PromiseBroken
 from fxremat.memory.composed_steps import outside_in_order
 from fxremat.memory.optimizers import optimizer_memory
@@ -169,10 +169,13 @@ class BudgetScope:
 
     # -- steps as they have run --------------------------------------------------------------
 
-    def describe_with(self, graph: SharingGraph, given: frozenset[int]) -> StepDescription | None:
+    def describe_with(
+        self, graph: SharingGraph, given: frozenset[int]
+    ) -> tuple[StepDescription, tuple[StepPoint, ...]] | None:
         """The step of the runs that wait now and one of ``graph``, with all that they offer.
 
-        The latter is ``given`` the storages at these addresses.
+        The latter is ``given`` the storages at these addresses. With it come the points of the step
+        if all that callers have now of the results of runs stays to the end.
         """
         gc.collect()  # what Dynamo has left is held by nobody
         waiting = [one for one in self.waiting.values() if one.graph is not None]
@@ -184,13 +187,15 @@ class BudgetScope:
         trained = [*(one.weights for one in waiting), {}]
         order, eager = last_first(len(runs)), self.given.eager
         more_bytes = eager.seen - eager.counted
-        described = self._described(runs, order, more_bytes, kept, [last], trained)
-        if described is not None:
-            saved = {key for one in waiting for key in one.saved()}
-            in_use = [k for k, one in enumerate(waiting) if one.in_use(saved)]
-            held = self._described(runs, order, more_bytes, kept, [*in_use, last], trained)
-            described.if_held = () if held is None else held.points
-        return described
+        saved = {key for one in waiting for key in one.saved()}
+        in_use = [k for k, one in enumerate(waiting) if one.in_use(saved)]
+        described, cautious = (
+            self._described(runs, order, more_bytes, kept, held, trained)
+            for held in ([last], [*in_use, last])
+        )
+        if described is None or cautious is None:
+            return None
+        return described, cautious.points
 
     def _describe_last(self) -> StepDescription | None:
         """The last step as it has run; None where it cannot be planned as one."""
