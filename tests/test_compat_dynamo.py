@@ -134,7 +134,8 @@ def test_a_graph_is_the_whole_call_unless_somebody_goes_on_with_its_results() ->
     assert said[:3] == [[True]] * 3
     # The first graph of two is called straight, too: `more_follow` tells that it is not the last.
     assert said[3] == [True, False]
-    assert said[4:] == [[False], [False]]
+    assert said[4] in ([False], [])  # torch 2.11 compiles nothing of a module with such a hook
+    assert said[5] == [False]
 
 
 def test_what_dynamo_wraps_has_frames_of_its_own() -> None:
