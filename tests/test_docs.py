@@ -332,7 +332,10 @@ def test_what_the_readme_says_of_architectures() -> None:
         name: of_name[name]["least"] / max(of_name[name]["plain"]["peaks"]) for name in refused
     }
     experts = sorted(f"{100 * needed[name]:.0f}" for name in ("mixtral", "qwen3_moe"))
-    assert [row["name"] for row in rows if row["status"] == "failed"] == ["mobilenet"]
+    assert [row["name"] for row in rows if row["status"] == "failed"] == [
+        "mobilenet",
+        "vae",
+    ]
     for said in (
         f"**{len(rows)} architectures**", f"{count['ok']} keep both",
         f"exceed the least by up to {100 * over:.2f} %",
