@@ -83,6 +83,13 @@ def test_the_optimum_is_found_and_proven(problem: Problem, percent: int) -> None
     assert pruned.time_bound_us == problem.base_time_us
 
 
+@FEW
+@given(problems(max_ops=7), st.integers(0, 99))
+def test_plans_are_honest_where_pairs_share_values(problem: Problem, percent: int) -> None:
+    budget = budget_between(problem, percent)
+    assert_honest(problem, solve(problem, budget, SolverOptions()), "checkmate")
+
+
 def satisfied(milp: Milp, values: list[float]) -> bool:
     """Whether the values are within the bounds of every column and row."""
     limits = zip(milp.low, values, milp.high, strict=True)

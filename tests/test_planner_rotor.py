@@ -223,7 +223,7 @@ def level_of(model: IndexedProblem, count: int) -> Level:
     return Level(parts, [hierarchy.options(part) for part in parts.clusters])
 
 
-@examples(30)
+@examples(60)
 @given(st.data())
 def test_a_level_is_a_problem(data: st.DataObject) -> None:
     """Its ops are in a valid order, each variant can be taken, and its schedules are possible.
