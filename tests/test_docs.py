@@ -332,6 +332,10 @@ def test_what_the_readme_says_of_architectures() -> None:
         name: of_name[name]["least"] / max(of_name[name]["plain"]["peaks"]) for name in refused
     }
     experts = sorted(f"{100 * needed[name]:.0f}" for name in ("mixtral", "qwen3_moe"))
+    taken = [max(of_name[name]["checkpointed"]["peaks"]) for name in ("mixtral", "qwen3_moe")]
+    whole = [max(of_name[name]["plain"]["peaks"]) for name in ("mixtral", "qwen3_moe")]
+    assert all(f"{part / full:.2f}" == "0.50" for part, full in zip(taken, whole, strict=True))
+    assert "where checkpointing takes half" in limits
     assert [row["name"] for row in rows if row["status"] == "failed"] == [
         "mobilenet",
         "vae",
