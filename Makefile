@@ -28,7 +28,7 @@ PYTEST := $(PYTHON) -m pytest -q -n auto --dist worksteal
 TORCHES ?= 2.11.0 2.13.0 2.14.1
 
 .DEFAULT_GOAL := test
-.PHONY: demo test test-all test-long test-versions test-integrations test-pages check package gpu \
+.PHONY: demo test test-all test-long test-versions test-integrations test-pages check package installed gpu \
 	gpu-install gpu-plans gpu-tests gpu-offload gpu-published venv
 
 demo: venv
@@ -74,6 +74,16 @@ package: venv
 	rm -rf dist
 	$(PYTHON) -m build --outdir dist
 	$(PYTHON) -m twine check --strict dist/*
+
+# In an empty environment: torch, then the wheel, then the first example of the README.
+INSTALLED := build/installed
+
+installed: package
+	rm -rf $(INSTALLED)
+	$(PYTHON3) -m venv $(INSTALLED)
+	$(INSTALLED)/bin/python -m pip install -q "$(TORCH)"
+	$(INSTALLED)/bin/python -m pip install -q dist/*.whl
+	cd $(INSTALLED) && bin/python $(CURDIR)/tests/installed.py $(lastword $(subst ==, ,$(TORCH)))
 
 # With the torch and triton of GPU_PYTHON, and without a network: WHEELS are files for what it lacks.
 # PLANS is a folder that `make gpu-plans` has filled, where there is no GPU, with the same torch; it

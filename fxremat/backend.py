@@ -212,6 +212,8 @@ def _placed(graph: Graph, compiled: Sequence[nn.Module]) -> GraphInStep:
     limit = request.budget.limit
     signature = session.signature(graph.kept, graph.inputs) if limit is not None else ""
     observed = Observed(signature, limit, str(device))
+    if not (where.follow or where.context.runs > 1 or beside.graphs or role.described):
+        observed.expected = graph.expected_of_loss
     return GraphInStep(graph, request, where, role, observed=observed)
 
 

@@ -104,7 +104,7 @@ def test_a_least_that_is_known_is_obeyed_by_a_search_that_misses_it(
 def test_the_number_that_an_error_names_is_obeyed_without_a_search(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A search there ends with the same plan, after some dry runs more."""
+    """A search there ends with the same plan, after some dry runs more; so does one far below."""
     model, x = seeded(Classifier, 64, 16)
     least = least_of(model, x, **EAGER)
 
@@ -115,6 +115,8 @@ def test_the_number_that_an_error_names_is_obeyed_without_a_search(
     for budget in (least, int(1.009 * least)):
         found = fxremat.explain(model, x, memory_budget=f"{budget}B", options=EAGER)
         assert found.predicted_peak_bytes <= least
+    for budget in (1, int(0.98 * least)):
+        assert refused(model, x, f"{budget}B", **EAGER).minimum_bytes == least
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,11 @@ def gives_loss(gm: fx.GraphModule) -> bool:
     return any(_needs_gradient(one) and _is_number(one) for one in _results(gm))
 
 
+def trained_results(gm: fx.GraphModule) -> list[torch.Tensor]:
+    """The results of a Dynamo graph that need a gradient, without memory."""
+    return [one.meta["example_value"] for one in _results(gm) if _needs_gradient(one)]
+
+
 def written_inputs(gm: fx.GraphModule) -> tuple[int, ...]:
     """The places of what a Dynamo graph is given, and writes into.
 

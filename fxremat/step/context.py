@@ -26,14 +26,11 @@ from fxremat.passes.memory_estimation import nbytes
 from fxremat.step.description import StepDescription, repeated, repeated_step
 from fxremat.step.graph import NoBackward, Place
 from fxremat.step.pipelines import Pipeline, pipeline_of
-from fxremat.step.promise import Tensors
+from fxremat.step.promise import LOSS_BYTES, Tensors
 from fxremat.step.scope import BudgetScope, Neighbours
 from fxremat.step.versions import Part, followed_by
 
 log = logging.getLogger(__name__)
-
-LOSS_BYTES = 2 * torch.float32.itemsize
-"""A loss that is computed outside, and its gradient: two numbers that live to the end of a step."""
 
 
 @dataclass(frozen=True)

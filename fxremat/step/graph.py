@@ -45,6 +45,7 @@ from fxremat.memory.arena import Arena
 from fxremat.memory.reserved_bytes import keep_too_much
 from fxremat.memory.storages import Storages, saved_storages, storage_bytes, storages_of
 from fxremat.options import Options, parse_options
+from fxremat.passes.memory_estimation import nbytes
 from fxremat.report.report import Report
 from fxremat.runtime import accumulation
 from fxremat.runtime.host_memory import is_host
@@ -52,11 +53,12 @@ from fxremat.runtime.unsent_gradients import (
     detach_results,
     gives_loss,
     gradients_on_demand,
+    trained_results,
     unsent_results,
     written_inputs,
 )
 from fxremat.step.description import StepDescription
-from fxremat.step.promise import Promise, RunVersions, Tensors
+from fxremat.step.promise import Observed, Promise, RunVersions, Tensors
 from fxremat.step.versions import Offer, Part, part_on_all_ranks
 from fxremat.version import build
 
@@ -146,6 +148,13 @@ class Graph:
         """Whether a result is a loss, so that the forward of a step may end there."""
         return gives_loss(self.kept)
 
+    @property
+    def expected_of_loss(self) -> int:
+        """Bytes of the largest result, where a loss outside takes it that nobody has seen yet."""
+        if self.gives_loss or not self.needs_gradients or is_a_rank():
+            return 0
+        return max(map(nbytes, trained_results(self.kept)), default=0)
+
     def check_inference(self, request: Request) -> None:
         """Raise `InfeasibleBudget` where it needs no gradients, and takes more than is left."""
         if not self.options.inference or self.needs_gradients or not request.compiled:
@@ -233,14 +242,19 @@ class Graph:
     def explain(self) -> tuple[Callable[..., Any], Report | None]:
         """Planned by itself, and run node by node; without a report if it has no backward."""
         request, current = self.request(), self._begun()
+        observed = Observed(device=str(self.device), expected=self.expected_of_loss)
+        observed.recall(0)
 
         def planned(asked: Request) -> Callable[..., Any]:
             partitioner = Partitioner(asked, build(), plan_only=True)
             return self._trace(partitioner, partitioner)
 
+        def beside(asked: Request) -> Callable[..., Any]:
+            asked = asked.with_budget(between=observed.between)
+            return with_less_after_faults(asked, planned, self._described)
+
         with reporting(self.options, current):
-            run = with_less_after_faults(request, planned, self._described)
-            return run, current.report
+            return observed.beside_loss(request, beside), current.report
 
     def _begun(self) -> session.Session:
         current = session.begin()

@@ -6,13 +6,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from fxremat.compat.configuration import cache_directory, caches_disabled
+from fxremat.compile.request import Request
 from fxremat.disk_cache import Answers, Question
+from fxremat.errors import InfeasibleBudget, forget_frames
 
+LOSS_BYTES = 2 * torch.float32.itemsize
+"""A loss that is computed outside, and its gradient: two numbers that live to the end of a step."""
+
+T = TypeVar("T")
 Compiled = Callable[..., Any]
 Tensors = tuple[Callable[[], torch.Tensor | list[torch.Tensor] | None], ...]
 """They give tensors that live as long as others want, and None where these are gone."""
@@ -111,6 +117,10 @@ class Observed:
     They are remembered for a budget, the ``limit``, on a device.
     Those ``between`` are there while all runs of the step wait, and those ``held`` at all times.
     Fewer than were ``counted`` are known again only where as many are counted again.
+
+    Until a step was seen, a loss is ``expected`` that is computed from results of so many bytes: it
+    holds a target as large as they are, itself, and its gradient; while all runs wait, also what it
+    saves and a gradient of that, as a cross entropy does. It is 0 where no loss is outside.
     """
 
     signature: str = ""
@@ -119,6 +129,13 @@ class Observed:
     between: int = 0
     held: int = 0
     counted: int = 0
+    expected: int = 0
+
+    @property
+    def held_by_loss(self) -> int:
+        """At all times, in bytes. On CUDA a target is seen, as all that is there."""
+        target = 0 if self.device.startswith("cuda") else self.expected
+        return target + LOSS_BYTES if self.expected else 0
 
     @property
     def _is_kept(self) -> bool:
@@ -127,11 +144,44 @@ class Observed:
     def recall(self, counted: int) -> None:
         """Know what an earlier run has noted under this budget, where so many are counted."""
         self.counted = counted
+        self.between, self.held = 2 * self.expected, self.held_by_loss
         known = _answers().read(self._question()) if self._is_kept else None
         if isinstance(known, list) and [*map(type, known)] == [int] * 3:
             between, held, counted = known
             if held >= 0 or counted == self.counted:
-                self.between, self.held = between, held
+                self.between, self.held, self.expected = between, held, 0
+
+    def beside_loss(self, request: Request, compiled: Callable[[Request], T]) -> T:
+        """What is ``compiled`` for the request beside what is held.
+
+        Where that leaves too few bytes, no loss is expected; if that does not help, the least that
+        is named is one beside a loss. Raises `InfeasibleBudget`.
+        """
+
+        def beside() -> Request:
+            return request.with_budget(held=max(0, request.budget.held + self.held))
+
+        try:
+            return compiled(beside())
+        except InfeasibleBudget as refused:
+            spared = self.between + self.held if self.expected else 0
+            least = refused.minimum_bytes
+            if not spared or least is None or least - spared > refused.budget_bytes:
+                raise
+            first = refused
+        forget_frames(first)
+        self.forget_expected()
+        try:
+            return compiled(beside())
+        except InfeasibleBudget:
+            raise first from None
+
+    def forget_expected(self) -> int:
+        """Expect no loss any more; how many bytes it was taken to hold at all times."""
+        held = self.held_by_loss
+        self.between, self.held = self.between - 2 * self.expected, self.held - held
+        self.expected = 0
+        return held
 
     def note(self, between: int, held: int) -> None:
         """So many bytes more were seen, or fewer."""

@@ -75,11 +75,10 @@ class GraphInStep:
         Raises `InfeasibleBudget`.
         """
         self.observed.recall(self.request.budget.held)
-        self._hold(self.observed.held)
-        return self._compiled_so()
+        return self.observed.beside_loss(self.request, self._compiled_so)
 
-    def _compiled_so(self) -> RunVersions | None:
-        count, pipeline = self.runs_at_once, self.where.context.pipeline
+    def _compiled_so(self, request: Request) -> RunVersions | None:
+        self.request, count, pipeline = request, self.runs_at_once, self.where.context.pipeline
         together = count > 1 or self.role.described or pipeline is not None or self.where.follow
         if together and self.request.budget.limit is not None and self.graph.needs_gradients:
             with suppress(NoBackward):
@@ -135,8 +134,8 @@ class GraphInStep:
     @property
     def fixed_bytes(self) -> int:
         """There all the time beside what its runs are given, by what is known to it."""
-        own = self.part().interface
-        return self.unseen_bytes + own.resident - own.given
+        own, behind = self.part().interface, self.observed.held_by_loss
+        return self.unseen_bytes - behind + own.resident - own.given
 
     @property
     def goes_on(self) -> bool:
@@ -227,10 +226,11 @@ class GraphInStep:
     def _planned_again(self) -> RunVersions | None:
         """Versions for the step as known now; it stays as it is where too few bytes are left."""
         if self.role.described is not None:
+            self._hold(-self.observed.forget_expected())  # a loss is known now
             return self.compiled_for(self.runs_at_once)
         self.role.is_due = False
         try:
-            return self._compiled_so()
+            return self._compiled_so(self.request)
         except InfeasibleBudget as refused:
             log.warning("the plan stays as it is: %s", refused)
             self.observed.note(-self.observed.between, 0)

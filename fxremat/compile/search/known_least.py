@@ -29,26 +29,28 @@ log = logging.getLogger(__name__)
 def search_with_known_least(search: Search) -> SearchResult:
     """What a search ends with; where that is over the budget, no more than what was found before.
 
-    Within `MEASURABLE` of the least there is nothing to choose from: the plan of before is made
-    again without a search. The request must have a budget.
+    Within `MEASURABLE` of the least there is nothing to choose from, and below that, where a search
+    for the least has ended, nothing to find: the plan of before is made again without a search. The
+    request must have a budget.
     """
     budget = search.planning.request.budget
     if budget.own is None or budget.soft_limit is not None:
         return search.run()
     question = _question(search)
-    least, decision = _read(question)
-    if least <= budget.own <= (1 + MEASURABLE) * least:
+    least, decision, ended = _read(question)
+    in_vain = ended and budget.own < (1 - MEASURABLE) * least
+    if in_vain or least <= budget.own <= (1 + MEASURABLE) * least:
         before = _made_again(search, decision)
-        if before is not None and not before.over:
+        if before is not None and (in_vain or not before.over):
             return before
     found = search.run()
-    before = None
     if found.over and least < found.evaluation.peak_bytes:
         before = _made_again(search, decision)
         if before is not None and before.evaluation.peak_bytes < found.evaluation.peak_bytes:
-            return before
-    if found.evaluation.peak_bytes < least or (found.over and before is None):
-        _keep(question, {"peak_bytes": found.evaluation.peak_bytes, "decision": decision_of(found)})
+            found = before
+    if found.over or found.evaluation.peak_bytes < least:
+        known = {"peak_bytes": found.evaluation.peak_bytes, "decision": decision_of(found)}
+        _keep(question, {**known, "search_ended": found.over})
     return found
 
 
@@ -67,14 +69,17 @@ def _keep(question: Question, lowest: Any) -> None:
         _answers().keep(question, lowest)
 
 
-def _read(question: Question) -> tuple[float, Any]:
-    """The least that is known and how it was made; what is wrong with a file costs a look."""
+def _read(question: Question) -> tuple[float, Any, bool]:
+    """The least that is known, how it was made, and whether a search has ended there.
+
+    What is wrong with a file costs a look.
+    """
     uncached = caches_disabled()
     known: Any = _UNCACHED.get(question["least of"]) if uncached else _answers().read(question)
     try:
-        return int(known["peak_bytes"]), known["decision"]
+        return int(known["peak_bytes"]), known["decision"], known["search_ended"] is True
     except (LookupError, TypeError, ValueError):
-        return inf, None
+        return inf, None, False
 
 
 def _made_again(search: Search, decision: Any) -> SearchResult | None:

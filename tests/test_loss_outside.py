@@ -1,0 +1,91 @@
+"""A model whose loss is computed outside: what that takes is expected before it was seen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fxremat
+from fxremat.errors import BudgetExceeded
+from tests.end_to_end import Steps, least, warned
+from tests.small import Block
+
+QUICK: dict[str, Any] = {"executor": "aot_eager", "solver": "greedy", "variants": "none"}
+ROWS, WIDTH, WORDS = 512, 64, 256
+
+pytestmark = pytest.mark.usefixtures("fresh_budgets")
+
+
+class Case(Steps):
+    """Blocks with a head; the loss takes what they give, and a target that no graph is given."""
+
+    def __init__(self, loss: Callable[[Tensor, Tensor], Tensor], target: Tensor) -> None:
+        torch.manual_seed(0)
+        head = nn.Linear(WIDTH, WORDS)
+        self.model = nn.Sequential(*(Block(WIDTH) for _ in range(4)), head)
+        self.x, self.target, self.loss = torch.randn(ROWS, WIDTH), target, loss
+        self.models, self.given = (self.model,), (self.x, target)
+        self.call: Callable[..., Any] = self.model
+
+    def compile(self, budget: int) -> None:
+        torch._dynamo.reset()
+        options = {**QUICK, "memory_budget": budget}
+        self.call = torch.compile(self.model, backend="fxremat", options=options)
+
+    def run(self) -> None:
+        result = self.call(self.x)
+        self.loss(result, self.target).backward()  # type: ignore[no-untyped-call]
+
+
+def regression() -> Case:
+    return Case(F.mse_loss, torch.randn(ROWS, WORDS))
+
+
+def words() -> Case:
+    return Case(F.cross_entropy, torch.randint(WORDS, (ROWS,)))
+
+
+@pytest.mark.parametrize("make", [regression, words])
+def test_the_least_that_is_named_is_kept_from_the_first_step_on(make: Callable[[], Case]) -> None:
+    case = make()
+    budget = least(case.model, (case.x,), **QUICK)
+    case.compile(budget)
+    with warned(BudgetExceeded) as said:
+        peaks = [case.peak_bytes() for _ in range(4)]
+    assert said == []
+    assert max(peaks[1:]) <= budget  # Dynamo and AOTAutograd allocate in the first
+    assert max(peaks) > budget * 8 // 10
+
+
+def test_a_budget_that_leaves_no_room_for_a_loss_is_met_where_the_graph_fits() -> None:
+    """A number below the least that is named may be enough for what the loss really is."""
+    case = regression()
+    case.loss = lambda result, target: result.square().mean()
+    named = least(case.model, (case.x,), **QUICK)
+    results = ROWS * WORDS * torch.float32.itemsize
+    case.compile(named - results)
+    case.step()
+    (report,) = fxremat.reports()
+    assert report.counted_peak_bytes <= named - results
+
+
+def test_a_graph_that_gives_its_loss_is_refused_below_its_own_least_alone() -> None:
+    """Nothing is expected outside of it: what is named is what a step takes."""
+    torch.manual_seed(0)
+    x = torch.randn(ROWS, WIDTH)
+
+    class Loss(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.square().mean()
+
+    model = nn.Sequential(*(Block(WIDTH) for _ in range(4)), Loss())
+    budget = least(model, (x,), **QUICK)
+    call = torch.compile(model, backend="fxremat", options={**QUICK, "memory_budget": budget})
+    call(x).backward()
+    (report,) = fxremat.reports()
+    assert report.counted_peak_bytes <= budget < report.counted_peak_bytes + 512
