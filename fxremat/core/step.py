@@ -169,9 +169,11 @@ def in_order(
     discriminator of a GAN does, and adds to them; so does another part that has ``weights`` of it,
     bytes by address of those of each run, where these are known. What runs outside holds the
     results of the runs in ``results_kept`` until these go backward, and of those in
-    ``results_held`` to the end.
+    ``results_held`` to the end. Whoever goes backward from a loss holds its gradient until all runs
+    have gone backward that do so then.
     """
     points, waiting, left, ended = list[StepPoint](), list[int](), 0, set[int]()
+    of_loss = 0
     added = set[int]()
     for k, (run, phase) in enumerate(order):
         own = parts[part_of[run]]
@@ -190,7 +192,10 @@ def in_order(
         waiting.remove(run)
         if run in results_kept and run not in results_held:
             outside_bytes -= own.results
-        outside = outside_bytes + left + own.incoming + len(waiting) * gathered.kept
+        begins = k > 0 and order[k - 1][1] == "forward"
+        of_loss = 0 if begins else of_loss
+        outside = outside_bytes + left + of_loss + own.incoming + len(waiting) * gathered.kept
+        of_loss = own.incoming if begins and is_number(own.incoming) else of_loss
         outside += (gathered.again if waiting else 0) + (gathered.sent if ended else 0)
         points.append(StepPoint(outside, tuple(waiting), run, "backward"))
         trained = weights[run] if weights else {}
@@ -199,6 +204,11 @@ def in_order(
         ended.add(run)
         added |= trained.keys()
     return tuple(points)
+
+
+def is_number(nbytes: int) -> bool:
+    """Whether a result of so many bytes is one number, as a loss is."""
+    return 0 < nbytes <= 8
 
 
 def last_first(count: int) -> Order:

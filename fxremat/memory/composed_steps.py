@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Generator, Iterable, Iterator,
 from dataclasses import dataclass, field
 
 from fxremat.core.events import Allocate, Backward, Event, Forward, Free, Outside, RunEvents
-from fxremat.core.step import Order
+from fxremat.core.step import Order, is_number
 
 
 def without(events: Sequence[Event], names: Collection[str]) -> tuple[Event, ...]:
@@ -279,6 +279,7 @@ def outside_in_order(
     yield Allocate("held", held_bytes)
     names, results = (f"{k}" for k in itertools.count()), dict[int, list[Allocate]]()
     gradients, keep = list[Allocate](), {*kept, *held}
+    of_loss: list[Allocate] = []
     for k, (run, phase) in enumerate(order):
         version, sizes = runs[run], runs[run].sizes()
         there = [one for other in reversed(results) for one in results[other]]
@@ -295,7 +296,10 @@ def outside_in_order(
             of_own = {one.gradient: one.own for one in version.inputs if one.gradient is not None}
             new = {name: Allocate(next(names), sizes[name]) for name in of_own}
             coming = tuple(one.name for one in incoming)
-            yield Backward(run, coming, tuple(new.values()), passed=True)
+            if k > 0 and order[k - 1][1] == "forward":  # who goes backward holds it to the end
+                yield from (Free(one.name) for one in of_loss)
+                of_loss = incoming if is_number(sum(one.nbytes for one in incoming)) else []
+            yield Backward(run, coming, tuple(new.values()), passed=incoming is not of_loss)
             gradients = [one for one in gradients if one not in incoming]
             gradients += [one for name, one in new.items() if of_own[name]]
             if run not in held:

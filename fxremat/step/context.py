@@ -19,7 +19,7 @@ from fxremat.compat.ranks import Shards, parts_split_for_ddp, shards_of
 from fxremat.compat.tensors import is_dtensor
 from fxremat.compile import session
 from fxremat.compile.request import Request, for_inputs
-from fxremat.core.step import NOTHING_GATHERED, Gathered
+from fxremat.core.step import NOTHING_GATHERED, Gathered, is_number
 from fxremat.memory.storages import storage_bytes
 from fxremat.options import Options
 from fxremat.passes.memory_estimation import nbytes
@@ -363,7 +363,7 @@ def see_split_parts(
     outside = request.budget.held - _shared_bytes([inputs for _, inputs in graphs])
     outside += sum(part.interface.resident - part.interface.given for part in parts)
     last = parts[-1].interface
-    if last.results <= torch.float64.itemsize:  # a loss, which stays with its gradient to the end
+    if is_number(last.results):  # a loss, which stays with its gradient to the end
         outside += last.results + last.incoming
     part_of = tuple(range(len(parts)))
     points = repeated([part.interface for part in parts], part_of, outside)

@@ -16,7 +16,7 @@ from fxremat.disk_cache import Answers, Question
 from fxremat.errors import InfeasibleBudget, forget_frames
 
 LOSS_BYTES = 2 * torch.float32.itemsize
-"""A loss that is computed outside, and its gradient: two numbers that live to the end of a step."""
+"""A loss and its gradient: whoever calls ``backward`` holds these two numbers until it returns."""
 
 T = TypeVar("T")
 Compiled = Callable[..., Any]
