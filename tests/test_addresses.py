@@ -274,12 +274,3 @@ def test_benchmark_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str
     heading, printed = capsys.readouterr().out.splitlines()
     assert heading == benchmark.HEADING
     assert printed.split() == ["tight.10", "6", "10", "10", "1.0000", printed.split()[5], "yes"]
-
-
-def test_benchmark_says_what_does_not_fit(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = write(tmp_path, "tight.csv", TIGHT)
-    assert benchmark.main([str(path)]) == 0
-    assert benchmark.main([str(path), "--capacity", "9"]) == 1
-    assert capsys.readouterr().out.rstrip().endswith("NO")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import re
 import statistics
 from collections.abc import Callable, Sequence
@@ -19,13 +18,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks import arena, offload, published
 from benchmarks import variants_convergence as convergence
 from benchmarks.architectures import __main__ as matrix
-from benchmarks.architectures.cases import checkpoint_blocks, repeated_blocks
 from benchmarks.architectures.measuring import measured as measured_row
 from benchmarks.architectures.models import ARCHITECTURES
 from benchmarks.architectures.rows import Row as MatrixRow
 from benchmarks.architectures.rows import page
-from benchmarks.by_hand import EIGHT, Interval, figures_of, summary, ways
-from benchmarks.constants import Constant, all_constants, measure, sweep
+from benchmarks.by_hand import EIGHT, figures_of, summary
+from benchmarks.constants import measure, sweep
 from benchmarks.models import (
     MATMULS_AND_ATTENTION,
     MODELS,
@@ -41,7 +39,6 @@ from benchmarks.rows import Row
 from benchmarks.training import Peak
 from benchmarks.variants import parse_arguments
 from fxremat.passes.variants.table import RULES
-from fxremat.planner import constants
 from tests.chains import chain
 
 pytestmark = pytest.mark.usefixtures("fresh")
@@ -121,24 +118,6 @@ def test_only_models_with_dropout_draw_random_numbers() -> None:
 
 
 # --- architectures ------------------------------------------------------------------------
-
-
-class Nested(nn.Module):
-    """A list of blocks, each with a list inside, and one layer apart."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Sequential(nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 4)))
-            for _ in range(3)
-        )
-        self.head = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-
-
-def test_repeated_blocks_are_the_outermost_ones() -> None:
-    model = Nested()
-    assert repeated_blocks(model) == [*model.blocks]
-    assert checkpoint_blocks([model, nn.Linear(2, 2)]) == 3
 
 
 def row(status: str, **found: Any) -> MatrixRow:
@@ -270,24 +249,6 @@ def test_little_is_unused_in_recorded_steps() -> None:
 # --- constants ----------------------------------------------------------------------------
 
 
-def test_every_constant_is_found() -> None:
-    names = [str(one) for one in all_constants()]
-    assert {"TRIES", "HALVES[2]"} <= {*names}
-    assert "HALVES[0]" not in names, "nothing is half of 0"
-    assert len(set(names)) == len(names)
-
-
-def test_a_constant_is_itself_again_afterwards() -> None:
-    before = constants.HALVES
-    with Constant("HALVES", 2).scaled(2.0):
-        assert constants.HALVES == (0.0, 0.5, 2.0)
-    assert before == constants.HALVES
-    few = Constant("FEW_OPS")
-    with pytest.raises(ZeroDivisionError), few.scaled(0.01):
-        raise ZeroDivisionError(few.value())
-    assert few.value() == constants.FEW_OPS > 1
-
-
 def test_what_a_constant_does_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without any eviction path and without any round, plans take longer."""
     problem = chain([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8], [3.0, 1.0] * 6)
@@ -386,26 +347,6 @@ def test_ours_is_slower_where_the_whole_interval_is_above_one() -> None:
         _row("fxremat@checkpoint", "fxremat", 100, [1.1] * 9, budget=100),
     ]
     assert "1 of 1 gpt6 fxremat@checkpoint 1.100-1.100" in summary(figures_of("gpt6", rows))
-
-
-def test_an_interval_holds_the_true_median_as_often_as_it_says() -> None:
-    """Of 9 values the second and the eighth, which hold it with 96 %; of 5 no two hold it."""
-    assert Interval.of([float(k) for k in range(9)]) == Interval(4.0, 1.0, 7.0)
-    assert Interval.of([1.0, 2.0, 3.0, 4.0, 5.0]) == Interval(3.0, 1.0, 5.0)
-    assert Interval.of([]) is None
-    draw = random.Random(0)
-    found = (Interval.of([draw.expovariate(1.0) for _ in range(15)]) for _ in range(2000))
-    held = [one.low <= 0.6931 <= one.high for one in found if one is not None]
-    assert 0.95 <= sum(held) / len(held) <= 0.98
-
-
-def test_every_way_that_is_matched_is_measured_before_fxremat_has_its_bytes() -> None:
-    names = [one.name for one in ways([], bare=False)]
-    assert names[:3] == ["checkpoint", "selective", "knob0"]
-    assert names[-4:] == [
-        f"fxremat@{kind}" for kind in ("compile", "knob", "checkpoint", "selective")
-    ]
-    assert "plain@knob" in [one.name for one in ways([], bare=True)]
 
 
 class _Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
