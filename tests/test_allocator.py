@@ -21,9 +21,6 @@ from fxremat.memory.allocator import CachingAllocator, apply_events, replay
 from fxremat.memory.allocator_settings import AllocatorSettings, parse_settings
 from tests.examples import examples
 
-# --- allocator ----------------------------------------------------------------------------
-
-
 MIB = 2**20
 BLOCK = 512 / MIB
 

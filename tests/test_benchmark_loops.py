@@ -18,9 +18,6 @@ from fxremat.compat.absent.pretending import has_triton
 from fxremat.compat.tensors import is_fake
 from fxremat.whatif.device import absent
 
-# --- loops --------------------------------------------------------------------------------
-
-
 NAMES = {"bert_amp": "bert", "clip_amp": "clip", "deberta_amp": "deberta", "gemma2": "gemma2",
          "llamab": "llama", "lora": "lora", "t5": "t5"}  # fmt: skip
 

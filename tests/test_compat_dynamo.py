@@ -38,8 +38,6 @@ from fxremat.compat.logs import GRAPH_LOG, PLAN_LOG, artifact_logger, trace_arti
 from tests.compat_graphs import X
 from tests.graphs import Net
 
-# --- dynamo -------------------------------------------------------------------------------
-
 
 def noting(seen: list[Any], note: Callable[..., Any]) -> Callable[..., Any]:
     """A backend that changes nothing; ``seen`` gets what ``note`` says of each graph."""

@@ -37,8 +37,6 @@ from tests.compat_graphs import half, inductor_by
 from tests.graphs import batch
 from tests.test_compat_tensors import GENERATED
 
-# --- kernels ahead ------------------------------------------------------------------------
-
 
 @dataclass
 class Kind:

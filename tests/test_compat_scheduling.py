@@ -59,8 +59,6 @@ from tests.compat_graphs import ATEN, half, shared
 from tests.graphs import Net, batch
 from tests.small import forward_code
 
-# --- scheduling ---------------------------------------------------------------------------
-
 
 def loops_apart() -> Net:
     """Two loops that have nothing in common."""

@@ -46,8 +46,6 @@ from tests import nets
 from tests.compat_graphs import ATEN, dynamic, half
 from tests.graphs import Capture, batch, linear
 
-# --- tensors ------------------------------------------------------------------------------
-
 
 def test_storage_watch() -> None:
     with without_memory():

@@ -34,9 +34,6 @@ from tests.small import Classifier, seeded
 pytestmark = pytest.mark.usefixtures("fresh")
 
 
-# --- search -------------------------------------------------------------------------------
-
-
 def refused(model: nn.Module, x: Tensor, budget: str, **options: Any) -> fxremat.InfeasibleBudget:
     """The error for a budget that is too small."""
     with pytest.raises(fxremat.InfeasibleBudget) as caught:

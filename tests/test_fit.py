@@ -33,9 +33,6 @@ from fxremat.whatif.symbolic_step import PeaksBySize, SymbolicStep
 from tests.absent_nets import net_and_tokens
 from tests.graphs import Net
 
-# --- fit ----------------------------------------------------------------------------------
-
-
 BATCH = {"batch": [(0, 0), (1, 0)]}
 BUDGET = "242MiB"
 

@@ -31,8 +31,6 @@ from tests.conftest import Golden
 from tests.graphs import Net, batch, calls, capture, linear, mlp, no_workspace, unit_time
 from tests.single_calls import ATEN, KEY, X, call, item
 
-# --- joint graph --------------------------------------------------------------------------
-
 
 def test_roles(golden: Golden) -> None:
     seen = capture(mlp(8, 1), [batch(4, 8)], fused=True)

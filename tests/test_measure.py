@@ -23,9 +23,6 @@ from fxremat.memory.measured_peak import (
 from fxremat.whatif.largest_size import _in_dry_runs, _largest_of_torch
 from fxremat.whatif.symbolic_step import Expected, PeaksBySize
 
-# --- measure ------------------------------------------------------------------------------
-
-
 SIDE = 64
 SQUARE = SIDE * SIDE * 4  # bytes of one float32 matrix
 

@@ -34,9 +34,6 @@ from tests.graphs import (
     mlp,
 )
 
-# --- torch knob ---------------------------------------------------------------------------
-
-
 LAYERS, WIDTH, HIDDEN, TOKENS = 4, 32, 96, 1024
 
 

@@ -29,9 +29,6 @@ from tests.graphs import (
     store_all,
 )
 
-# --- data flow ----------------------------------------------------------------------------
-
-
 ATEN = torch.ops.aten
 
 
