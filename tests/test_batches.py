@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, RandomSampler
 
-import fxremat
 from fxremat.errors import InvalidOption
 from fxremat.whatif.batches import BatchCheck, _unchanged, check_batches
+from tests.end_to_end import measured
 
 LENGTHS = [10 * (k % 9 + 1) for k in range(24)]
 LENGTH = [(0, 1)]
@@ -47,13 +47,7 @@ def test_batches_over_the_budget_are_named_and_those_below_train_within_it() -> 
     assert f"({max(longest)})" in str(tight)
     model, tokens = Tokens(), torch.zeros(4, tight.largest, dtype=torch.long)
     compiled = torch.compile(model, backend="fxremat", options={"memory_budget": "544KiB"})
-
-    def step() -> None:
-        compiled(tokens).backward()
-        model.zero_grad()
-
-    step()
-    assert fxremat.measure_peak(step, held=(model, tokens)).peak_bytes <= 544 * 2**10
+    assert measured(model, compiled, (tokens,)) <= 544 * 2**10
 
 
 @pytest.mark.parametrize("own", [False, True])

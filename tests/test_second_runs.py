@@ -19,7 +19,7 @@ from fxremat.passes.joint_graph import is_repeatable
 from fxremat.sizes import MIB
 from fxremat.step import scope
 from fxremat.verify import predicates
-from tests import kernels
+from tests import end_to_end, kernels
 from tests.graphs import Net
 from tests.nets import triple
 from tests.ranks import least_named
@@ -175,11 +175,7 @@ def blocks() -> Net:
 
 def least(**options: Any) -> int:
     torch.manual_seed(0)
-    with pytest.raises(fxremat.InfeasibleBudget) as refused:
-        fxremat.explain(
-            blocks(), torch.randn(2048, 64), memory_budget="1MiB", options={**QUICK, **options}
-        )
-    return least_named(refused.value)
+    return end_to_end.least(blocks(), (torch.randn(2048, 64),), **QUICK, **options)
 
 
 def test_the_least_is_lower_where_they_may_run_again(monkeypatch: pytest.MonkeyPatch) -> None:

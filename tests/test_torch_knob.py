@@ -22,6 +22,7 @@ from fxremat.passes.joint_graph import Role, is_view, read_joint_graph, root
 from fxremat.passes.user_tags import protect_mutated_inputs
 from tests import nets
 from tests.conftest import Golden
+from tests.end_to_end import measured
 from tests.graphs import (
     Capture,
     Net,
@@ -98,14 +99,7 @@ def peak_bytes(knob: float | None = None, memory_budget: int | None = None) -> i
     """The measured peak of a step."""
     torch.manual_seed(0)
     with compiled(blocks(), knob, memory_budget) as model:
-        x = torch.randn(TOKENS, WIDTH)
-
-        def step() -> None:
-            model(x).backward()
-
-        step()
-        model.zero_grad()  # outside of the step: what was there before is not seen to be freed
-        return fxremat.measure_peak(step, held=(model, x)).peak_bytes
+        return measured(model, model, (torch.randn(TOKENS, WIDTH),))
 
 
 def derivative(knob: float | None = None, memory_budget: int | None = None) -> float:
