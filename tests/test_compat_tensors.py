@@ -22,7 +22,6 @@ from fxremat.compat.inductor.generated_code import (
     Generated,
     code_key,
     generate,
-    load_without_kernels,
 )
 from fxremat.compat.optimizers import live_optimizers, note_optimizers, steps_as_with, wrapped_by
 from fxremat.compat.sizes import (
@@ -33,31 +32,16 @@ from fxremat.compat.sizes import (
     with_settled_sizes,
 )
 from fxremat.compat.tensors import (
-    Watching,
     fake_tensors,
     is_fake,
     on_device_without_memory,
     places_in_joint,
-    storage_watch,
     without_memory,
 )
 from fxremat.passes.joint_graph import is_tensor
 from tests import nets
-from tests.compat_graphs import ATEN, dynamic, half
+from tests.compat_graphs import dynamic, half
 from tests.graphs import Capture, batch, linear
-
-
-def test_storage_watch() -> None:
-    with without_memory():
-        x = torch.empty(4, 4)
-        key, is_gone = storage_watch(x)
-        view = x.as_strided((2,), (1,), 3)
-        assert storage_watch(view)[0] == key
-        assert storage_watch(torch.empty(4))[0] != key
-        del x
-        assert not is_gone()
-        del view
-        assert is_gone()
 
 
 def test_fake_tensors() -> None:
@@ -442,45 +426,3 @@ def test_generate_with_the_strides_that_the_forward_chose() -> None:
     source, stride = half(linear_gelu(), step)
     assert "(32, 64), (1, 32)" in source
     assert stride == (64, 1)  # the module itself is left alone
-
-
-GENERATED = """
-from torch._inductor.async_compile import AsyncCompile
-from torch._inductor.select_algorithm import extern_kernels
-empty_strided_cpu = torch._C._dynamo.guards._empty_strided_cpu
-reinterpret_tensor = torch._C._dynamo.guards._reinterpret_tensor
-async_compile = AsyncCompile()
-loop = async_compile.cpp_pybinding(['float*'], 'this is no C++')
-triton_loop = async_compile.triton('triton_loop', 'nor this')
-async_compile.wait(globals())
-class Runner:
-    def call(self, args):
-        x, = args
-        args.clear()
-        buf0 = empty_strided_cpu((4, 8), (8, 1), torch.float32)
-        extern_kernels.mm(reinterpret_tensor(x, (4, 2), (2, 1), 0), factor, out=buf0)
-        loop(buf0)
-        triton_loop.run(buf0, 32, stream=0)
-        return (buf0, )
-call = Runner().call
-"""
-
-
-def test_load_without_kernels() -> None:
-    """Neither kernel is compiled; allocations and library calls are seen, and have no memory."""
-    generated = Generated("import torch\n" + GENERATED, {}, {}, ())
-    seen: list[Any] = []
-    with without_memory() as made:
-        factor = made(torch.ones(2, 8))
-        call = load_without_kernels(generated, {"factor": factor}, "<test>")
-        arguments = [torch.empty(8)]
-        with Watching(lambda op, args, kwargs, result: seen.append((op, result))):
-            (result,) = call(arguments)
-    assert arguments == []
-    assert result.shape == (4, 8)
-    assert type(result).__name__ == "FakeTensor"
-    ops = [op for op, _ in seen]
-    assert ops[0] == ATEN.empty_strided.default
-    assert ATEN.as_strided.default in ops
-    assert ops[-1] == ATEN.mm.out
-    assert call.__code__.co_filename == "<test>"

@@ -415,18 +415,6 @@ def test_a_damaged_file_counts_as_empty(tmp_path: Path, text: str, runs: list[st
     assert list(json.loads(path.read_text(encoding="utf-8"))) == [key_of(node)]
 
 
-def test_what_another_process_wrote_meanwhile_stays(tmp_path: Path) -> None:
-    time_of = timer(tmp_path)
-    path = number_path(tmp_path, HOST, KIND)
-    path.parent.mkdir(parents=True)
-    path.write_text('{"theirs": 5.0}', encoding="utf-8")
-    time_of((call(ATEN.mm.default, A, B),), 100)
-    data = json.loads(path.read_text(encoding="utf-8"))
-    assert data["theirs"] == 5.0
-    assert len(data) == 2
-    assert list(path.parent.iterdir()) == [path]  # nothing half-written is left
-
-
 def test_fake_tensors_of_a_trace_are_measured_for_real(tmp_path: Path, runs: list[str]) -> None:
     seen = capture(mlp(), [batch(4, 8)])
     nodes = seen.calls(ATEN.addmm)

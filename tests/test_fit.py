@@ -68,9 +68,6 @@ def _weights() -> list[nn.Parameter]:
     ("name", "states"),
     [
         ("none", 0),
-        ("sgd", 0),
-        ("sgd-momentum", 40_000 + 120),
-        ("adamw", 2 * (40_000 + 120)),
         ("adamw-master", 20_000 * 12 + 30 * 8),
         ("adamw-8bit", 2 * (20_000 + 79 * 4) + 2 * 120),
         ("adafactor", 300 * 4 + 120),
