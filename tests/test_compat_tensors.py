@@ -15,7 +15,6 @@ import torch
 from torch import fx, nn, optim
 from torch.optim import optimizer as base
 
-from fxremat.compat.compilers import trace_as_inductor
 from fxremat.compat.configuration import inductor_config, inductor_patches
 from fxremat.compat.inductor import generated_code
 from fxremat.compat.inductor.generated_code import (
@@ -39,7 +38,6 @@ from fxremat.compat.tensors import (
     without_memory,
 )
 from fxremat.passes.joint_graph import is_tensor
-from tests import nets
 from tests.compat_graphs import dynamic, half
 from tests.graphs import Capture, batch, linear
 
@@ -60,20 +58,6 @@ def test_fake_tensors() -> None:
     assert {p.dtype for p in model.parameters()} == {torch.float16}
     assert not isinstance(torch.empty(1), FakeTensor)
     linear().half()  # outside, parameters are converted as ever
-
-
-def test_fake_tensors_are_traced() -> None:
-    with fake_tensors():
-        fake = nets.make("mlp")
-        seen = Capture(fused=True)
-
-        def backend(gm: fx.GraphModule, inputs: Any) -> Any:
-            return trace_as_inductor(gm, inputs, {}, seen)
-
-        torch._dynamo.reset()
-        model, inputs = fake
-        torch.compile(model, backend=backend)(*inputs)
-    assert seen.found.problem == nets.traced("mlp", fused=True).found.problem
 
 
 def test_fake_tensors_that_are_seen_leave_compiled_parts_compiled() -> None:

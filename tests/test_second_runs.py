@@ -185,21 +185,6 @@ def test_the_least_is_lower_where_they_may_run_again(monkeypatch: pytest.MonkeyP
     assert least(repeatable=[NAME]) == seen < 0.9 * least()
 
 
-def test_gradients_are_the_same() -> None:
-    torch.manual_seed(0)
-    model, x = blocks(), torch.randn(2048, 64)
-    loss: Any = model(x)
-    loss.backward()
-    expected = [p.grad for p in model.parameters()]
-    model.zero_grad()
-    budget = least(repeatable=[NAME])
-    options = {**QUICK, "memory_budget": budget, "repeatable": [NAME]}
-    loss = torch.compile(model, backend="fxremat", options=options)(x)
-    loss.backward()
-    torch.testing.assert_close([p.grad for p in model.parameters()], expected)
-    assert fxremat.reports()[-1].recomputed
-
-
 @pytest.mark.parametrize("names", [(NAME,), ()])
 def test_planner_and_verifier_agree(names: tuple[str, ...]) -> None:
     graph = torch.fx.Graph()
