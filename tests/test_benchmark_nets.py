@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks import arena, offload, published
+from benchmarks import arena, models, offload, published
 from benchmarks import variants_convergence as convergence
 from benchmarks.architectures import __main__ as matrix
 from benchmarks.architectures.measuring import measured as measured_row
@@ -24,14 +24,6 @@ from benchmarks.architectures.rows import Row as MatrixRow
 from benchmarks.architectures.rows import page
 from benchmarks.by_hand import EIGHT, figures_of, summary
 from benchmarks.constants import measure, sweep
-from benchmarks.models import (
-    MATMULS_AND_ATTENTION,
-    MODELS,
-    build,
-    find_config,
-    uses_random_ops,
-    with_checkpoint,
-)
 from benchmarks.nets.language import Llama
 from benchmarks.nets.layers import Network
 from benchmarks.published import GB, SETTINGS, Figure, Setting, measured, planned
@@ -47,7 +39,7 @@ pytestmark = pytest.mark.usefixtures("fresh")
 # --- models -------------------------------------------------------------------------------
 
 
-NAMES = sorted(set(MODELS) - {"gpt16", "gpt6", "gpt48", "gpt50k", "llama32"})
+NAMES = sorted(set(models.MODELS) - {"gpt16", "gpt6", "gpt48", "gpt50k", "llama32"})
 LARGE = ("resnet50", "vgg16")
 
 
@@ -69,13 +61,13 @@ def step(model: nn.Module, arguments: tuple[Tensor, ...]) -> Step:
 
 def few(name: str) -> tuple[Network, tuple[Tensor, ...]]:
     """A model, and of its batch as much as a test needs of the large ones."""
-    model, arguments = build(name)
+    model, arguments = models.build(name)
     return model, tuple(x[:1] for x in arguments) if name in LARGE else arguments
 
 
 def shallow(name: str) -> tuple[Network, tuple[Tensor, ...]]:
     """A model with two layers at most, where further ones are the same again, and its batch."""
-    config = find_config(name)
+    config = models.find_config(name)
     layers = config.arguments.get("layers")
     fewer = {} if layers is None else {"layers": min(layers, 2)}
     model = config.network(**{**config.arguments, **fewer}).train()
@@ -93,7 +85,7 @@ def test_dynamo_captures_one_graph(name: str) -> None:
 
     torch._dynamo.reset()
     model, arguments = shallow(name)
-    torch.compile(with_checkpoint(model), backend=keep, fullgraph=True)(*arguments)
+    torch.compile(models.with_checkpoint(model), backend=keep, fullgraph=True)(*arguments)
     assert len(graphs) == 1
 
 
@@ -104,14 +96,14 @@ def test_every_parameter_gets_the_gradient_that_it_has_with_checkpoints(name: st
     assert plain.loss.shape == ()
     assert all(gradient is not None and gradient.isfinite().all() for gradient in plain.gradients)
     model.zero_grad(set_to_none=True)
-    found = step(with_checkpoint(model), arguments)
+    found = step(models.with_checkpoint(model), arguments)
     torch.testing.assert_close(found.gradients, plain.gradients)
 
 
 def test_only_models_with_dropout_draw_random_numbers() -> None:
     """None of those whose gradients with torch's knob are compared (`tests/test_torch_knob.py`)."""
     eight = EIGHT.split(",")
-    drawing = {name for name in {*NAMES, *eight} if uses_random_ops(build(name)[0])}
+    drawing = {name for name in {*NAMES, *eight} if models.uses_random_ops(models.build(name)[0])}
     assert drawing == {"bert", "bert6", "dropout"}
     assert len(eight) == 8
     assert not drawing & {*eight}
@@ -359,15 +351,15 @@ class _Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        self.matmuls += func in MATMULS_AND_ATTENTION
+        self.matmuls += func in models.MATMULS_AND_ATTENTION
         return func(*args, **(kwargs or {}))
 
 
 def test_a_selective_checkpoint_multiplies_no_matrices_again() -> None:
     matmuls, gradients = [], []
     for selective in (None, False, True):
-        model, arguments = build("gpt")
-        model = model if selective is None else with_checkpoint(model, selective=selective)
+        model, arguments = models.build("gpt")
+        model = model if selective is None else models.with_checkpoint(model, selective=selective)
         loss = model(*arguments)
         with _Counted() as counted:
             loss.backward()

@@ -15,6 +15,7 @@ import torch
 from torch import fx, nn, optim
 from torch.optim import optimizer as base
 
+from fxremat.compat import tensors
 from fxremat.compat.configuration import inductor_config, inductor_patches
 from fxremat.compat.inductor import generated_code
 from fxremat.compat.inductor.generated_code import (
@@ -30,13 +31,6 @@ from fxremat.compat.sizes import (
     sizes_at,
     with_settled_sizes,
 )
-from fxremat.compat.tensors import (
-    fake_tensors,
-    is_fake,
-    on_device_without_memory,
-    places_in_joint,
-    without_memory,
-)
 from fxremat.passes.joint_graph import is_tensor
 from tests.compat_graphs import dynamic, half
 from tests.graphs import Capture, batch, linear
@@ -46,7 +40,7 @@ def test_fake_tensors() -> None:
     """A model is made, initialised and converted, tied weights and all, and has no memory."""
     from torch._subclasses.fake_tensor import FakeTensor
 
-    with fake_tensors():
+    with tensors.fake_tensors():
         first, second = nn.Linear(1 << 20, 1 << 20), nn.Linear(1 << 20, 1 << 20)
         second.weight = first.weight
         model = nn.Sequential(first, second, nn.Embedding(8, 4), nn.BatchNorm1d(4))
@@ -72,7 +66,7 @@ def test_fake_tensors_that_are_seen_leave_compiled_parts_compiled() -> None:
         return gm
 
     torch._dynamo.reset()
-    with fake_tensors(seen):
+    with tensors.fake_tensors(seen):
         x = torch.empty(6)
         assert sizes == [6]
         torch.compile(lambda x: x.sin(), backend=backend)(x)
@@ -85,10 +79,10 @@ def test_on_device_without_memory() -> None:
     tied.weight = first.weight
     model = torch.nn.Sequential(first, torch.nn.BatchNorm1d(3), tied)
     before = dict(model.named_parameters())
-    with fake_tensors(), on_device_without_memory(model, torch.ones(2, 3)) as x:
-        assert is_fake(x)
-        assert all(is_fake(p) for p in model.parameters())
-        assert all(is_fake(b) for b in model.buffers())
+    with tensors.fake_tensors(), tensors.on_device_without_memory(model, torch.ones(2, 3)) as x:
+        assert tensors.is_fake(x)
+        assert all(tensors.is_fake(p) for p in model.parameters())
+        assert all(tensors.is_fake(b) for b in model.buffers())
         assert isinstance(first.weight, torch.nn.Parameter)
         assert first.weight is tied.weight
         assert x.device.type == "cpu"
@@ -103,7 +97,7 @@ def test_a_tensor_of_a_subclass_becomes_its_parts_in_the_joint_graph() -> None:
     both = two(plain, plain.clone())
     given = [plain, 3, both, two(both, both), plain]
     expected = [range(1), range(1, 2), range(2, 4), range(4, 8), range(8, 9)]
-    assert places_in_joint(given) == expected
+    assert tensors.places_in_joint(given) == expected
 
 
 # --- sizes --------------------------------------------------------------------------------
@@ -248,7 +242,7 @@ def test_inside_a_step_is_one_of_many_tensors_as_with_real_ones() -> None:
         seen.append(str(func))
 
     def step(kind: type[Any]) -> None:
-        with without_memory(), steps_as_with([kind], see):
+        with tensors.without_memory(), steps_as_with([kind], see):
             made = torch.ones(4, device="cuda")
             made.grad = torch.ones(4, device="cuda")
             optim.SGD([made], lr=0.1).step()
@@ -267,7 +261,7 @@ def test_hooks_for_all_optimizers_are_not_told_of_steps_without_memory() -> None
     handle = base.register_optimizer_step_post_hook(lambda one, *_: told.append(one))
     optimizer = optim.SGD([weight], lr=0.1)
     try:
-        with without_memory(), steps_as_with([nn.Parameter], lambda *_: None):
+        with tensors.without_memory(), steps_as_with([nn.Parameter], lambda *_: None):
             made = torch.ones(4)
             made.grad = torch.ones(4)
             optim.SGD([made], lr=0.1).step()
@@ -286,7 +280,7 @@ def test_inside_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_inside_a_value_that_nobody_knows_is_one() -> None:
-    with without_memory() as made, steps_as_with([], lambda *_: None):
+    with tensors.without_memory() as made, steps_as_with([], lambda *_: None):
         one = made(torch.zeros(3))
         assert one.sum().item() == 1.0
         assert bool(one.isnan().any())
