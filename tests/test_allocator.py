@@ -375,7 +375,6 @@ Row = dict[str, Any]
 
 
 def entry(action: str, addr: int, nbytes: int, **more: Any) -> Row:
-    """One entry of a trace."""
     return {"action": action, "addr": addr, "size": nbytes, "stream": 0, "frames": [], **more}
 
 

@@ -276,7 +276,6 @@ ATEN = torch.ops.aten
 
 
 def forward_values(problem: Problem) -> list[str]:
-    """What the forward writes."""
     return [name for op in problem.ops if op.phase == "forward" for name in op.writes]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -57,6 +58,22 @@ def test_code_without_places_asks_torch() -> None:
     run_at(run.forward, list)
     assert where(run, ask()) == [None]
     assert where(run, *run_at(None, lambda: [ask()])) == [None]
+
+
+def test_places_are_those_of_one_thread() -> None:
+    """While one is in the arena another one allocates as ever, and its calls take no places."""
+    run, others = placed(half(0, 1)), list[torch.Tensor]()
+
+    def code() -> list[torch.Tensor]:
+        first = ask()
+        for call in (ask, lambda: run_at(run.forward, ask)):
+            thread = Thread(target=lambda call=call: others.append(call()))
+            thread.start()
+            thread.join()
+        return [first, ask()]
+
+    assert where(run, *run_at(run.forward, code), *others) == [0, 1, None, None]
+    assert run.forward.arena.missed == 1
 
 
 def test_a_gpu_that_records_a_graph_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

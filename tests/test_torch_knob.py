@@ -96,7 +96,6 @@ def compiled(
 
 
 def peak_bytes(knob: float | None = None, memory_budget: int | None = None) -> int:
-    """The measured peak of a step."""
     torch.manual_seed(0)
     with compiled(blocks(), knob, memory_budget) as model:
         return measured(model, model, (torch.randn(TOKENS, WIDTH),))
