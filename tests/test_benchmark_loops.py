@@ -10,12 +10,14 @@ from torch import nn
 
 from benchmarks.loops import rows
 from benchmarks.loops.__main__ import arguments
+from benchmarks.loops.judge import half_of_batch
 from benchmarks.loops.models import MODELS
 from benchmarks.loops.recorded import TUNING_BYTES, Recorded, recorded_steps, reserved_in_steps
-from benchmarks.loops.rows import LoopRow, all_rows
+from benchmarks.loops.rows import LoopRow, all_rows, budget_of
 from benchmarks.loops.steps import LOOPS
 from fxremat.compat.absent.pretending import has_triton
 from fxremat.compat.tensors import is_fake
+from fxremat.sizes import MIB
 from fxremat.whatif.device import absent
 
 NAMES = {"bert_amp": "bert", "clip_amp": "clip", "deberta_amp": "deberta", "gemma2": "gemma2",
@@ -28,6 +30,17 @@ def test_models_train_as_many_bytes_as_those_that_a_gpu_ran(recorded: Recorded) 
         model, _ = MODELS[NAMES[recorded.name]]()
     trained = sum(one.nbytes for one in model.parameters() if one.requires_grad)
     assert trained == sum(recorded.trained)
+
+
+def test_a_budget_is_a_part_of_what_plain_compile_takes_or_bytes() -> None:
+    assert budget_of("60%", 1000) == 600
+    assert budget_of("8MiB", 1000) == 8 * MIB
+
+
+def test_another_shape_is_half_the_batch_or_half_the_text() -> None:
+    text, mask = torch.zeros(4, 6), torch.zeros(6, 6)
+    assert [x.shape for x in half_of_batch((text, mask, text[:, 0]))] == [(2, 6), (6, 6), (2,)]
+    assert [x.shape for x in half_of_batch((text[:1], mask))] == [(1, 3), (6, 3)]
 
 
 def test_what_is_asked_for_is_checked() -> None:
@@ -76,7 +89,7 @@ def net():
 def test_a_model_is_judged(between: str, tmp_path: Path) -> None:
     file = tmp_path / "net.py"
     file.write_text(NET.format(between=between), encoding="utf-8")
-    loops = "adamw_fused" if between == "pass" else "adamw_fused,accumulate4"
+    loops = ",".join(LOOPS) if between == "pass" else "adamw_fused,accumulate4"
     words = [f"{file}:net", "--loops", loops, "--together", "1", "--budget", "80%"]
     row, *more = all_rows(arguments(words))
     assert isinstance(row, LoopRow)
@@ -84,7 +97,10 @@ def test_a_model_is_judged(between: str, tmp_path: Path) -> None:
         assert one.status == "ok"
         assert one.outcome is not None
         assert one.promised is not None
-        assert one.outcome.reserved == pytest.approx(one.promised, rel=0.005)
+        late = one.loop == "zero_grad_late_and_clip"
+        assert one.outcome.reserved == pytest.approx(one.promised, rel=0.01 if late else 0.005)
+        states = (1 if one.loop == "sgd_momentum" else 2) * one.outcome.held["parameters"]
+        assert states <= one.outcome.held["states"] <= 1.01 * states
     assert row.outcome is not None
     assert row.plain is not None
     assert len(row.outcome.reserved_by_step) == 6
