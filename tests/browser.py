@@ -98,7 +98,6 @@ class Tab:
         self.settle()
 
     def press(self, key: str) -> None:
-        """Press a key."""
         text = {"text": key} if len(key) == 1 else {}
         self.call("Input.dispatchKeyEvent", type="keyDown", key=key, **text)
         self.call("Input.dispatchKeyEvent", type="keyUp", key=key)

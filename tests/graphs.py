@@ -169,7 +169,6 @@ class Capture:
 
     @property
     def problem(self) -> Problem:
-        """The problem of the traced graph."""
         return self.found.problem
 
     def node(self, name: str) -> fx.Node:

@@ -49,7 +49,6 @@ def gated() -> Net:
 
 
 def up_and_down(activation: type[nn.Module]) -> nn.Module:
-    """Up, activation, down."""
     torch.manual_seed(1)
     return nn.Sequential(nn.Linear(D, 4 * D), activation(), nn.Linear(4 * D, D))
 

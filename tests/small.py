@@ -16,8 +16,6 @@ from fxremat.compat.joint_graph import torch_partition
 
 
 class Block(nn.Module):
-    """A residual MLP block."""
-
     def __init__(self, width: int, dropout: float = 0.0) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)

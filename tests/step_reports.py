@@ -111,7 +111,6 @@ def replayed(events: list[dict[str, Any]]) -> tuple[list[int], dict[int, int]]:
 
 
 def storage_bytes(report: Report) -> list[int]:
-    """The bytes of all storages at each step."""
     steps = range(len(report.timeline))
     return [sum(x.nbytes for x in report.lifetimes if x.start <= s < x.stop) for s in steps]
 

@@ -23,9 +23,6 @@ from fxremat.report.report import Report
 from tests import graphs
 from tests.absent_nets import net
 
-# --- attention ----------------------------------------------------------------------------
-
-
 BF16, HALF, FULL = torch.bfloat16, torch.float16, torch.float32
 CHOICES = [
     # capability, dtype, width, length of queries, masked, causal, kernel

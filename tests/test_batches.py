@@ -5,33 +5,31 @@ from collections.abc import Iterable
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import BatchSampler, RandomSampler
 
-import fxremat
 from fxremat.errors import InvalidOption
 from fxremat.whatif.batches import BatchCheck, _unchanged, check_batches
+from tests.end_to_end import measured
+from tests.graphs import Net
 
 LENGTHS = [10 * (k % 9 + 1) for k in range(24)]
 LENGTH = [(0, 1)]
 
 
-class Tokens(nn.Module):
+def _net() -> Net:
     """Its loss, of tokens (batch, length)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(16, 64)
-        self.layers = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        loss: Tensor = self.layers(self.embedding(tokens)).square().mean()
-        return loss
+    layers = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+    return Net(
+        lambda net, tokens: net.layers(net.embedding(tokens)).square().mean(),
+        embedding=nn.Embedding(16, 64),
+        layers=layers,
+    )
 
 
 def _check(batches: Iterable[list[int]], budget: str = "1GiB") -> BatchCheck:
     tokens = torch.zeros(4, 16, dtype=torch.long)
-    return check_batches(Tokens(), (tokens,), batches, LENGTHS, length=LENGTH, memory_budget=budget)
+    return check_batches(_net(), (tokens,), batches, LENGTHS, length=LENGTH, memory_budget=budget)
 
 
 def test_batches_over_the_budget_are_named_and_those_below_train_within_it() -> None:
@@ -45,15 +43,9 @@ def test_batches_over_the_budget_are_named_and_those_below_train_within_it() -> 
     assert 0 < tight.largest < max(longest)
     assert tight.too_long == tuple(k for k, n in enumerate(longest) if n > tight.largest)
     assert f"({max(longest)})" in str(tight)
-    model, tokens = Tokens(), torch.zeros(4, tight.largest, dtype=torch.long)
+    model, tokens = _net(), torch.zeros(4, tight.largest, dtype=torch.long)
     compiled = torch.compile(model, backend="fxremat", options={"memory_budget": "544KiB"})
-
-    def step() -> None:
-        compiled(tokens).backward()
-        model.zero_grad()
-
-    step()
-    assert fxremat.measure_peak(step, held=(model, tokens)).peak_bytes <= 544 * 2**10
+    assert measured(model, compiled, (tokens,)) <= 544 * 2**10
 
 
 @pytest.mark.parametrize("own", [False, True])

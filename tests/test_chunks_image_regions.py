@@ -49,9 +49,6 @@ def images(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(2)).requires_grad_()
 
 
-# --- image regions ------------------------------------------------------------------------
-
-
 RULE = CHUNKED_CONVOLUTIONS
 
 

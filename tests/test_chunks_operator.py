@@ -47,9 +47,6 @@ def assert_the_same(found: list[torch.Tensor], best: list[torch.Tensor]) -> None
         torch.testing.assert_close(*pair, rtol=1e-12, atol=1e-14)
 
 
-# --- operator -----------------------------------------------------------------------------
-
-
 @given(st.integers(0, 40), st.integers(1, 50), st.integers(1, 20))
 def test_any_split_gives_the_same(count: int, chunk: int, tile: int) -> None:
     assert_close(run(inputs(count), chunk, tile), expected(*inputs(count)))

@@ -33,8 +33,6 @@ from tests.row_nets import (
 from tests.row_sites import Traced, check, names_of, real, taken, trace, workspace_too_large
 from tests.variants import sites
 
-# --- rules --------------------------------------------------------------------------------
-
 
 def written_out(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """Cross-entropy by hand."""

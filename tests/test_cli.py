@@ -40,9 +40,6 @@ from tests.pages import small_front
 from tests.small import stack_and_input
 from tests.step_reports import Terminal, moving, planned
 
-# --- cli ----------------------------------------------------------------------------------
-
-
 Run = Callable[..., tuple[int, str, str]]
 Refused = Callable[..., str]
 STORE_ALL = 33  # bytes of `phased_chain(8)`

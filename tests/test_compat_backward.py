@@ -50,8 +50,6 @@ from tests.compat_graphs import ATEN, Cut, X, half
 from tests.graphs import Capture, Net, batch, compiled, everything_again
 from tests.small import Convolutions, seeded
 
-# --- backward -----------------------------------------------------------------------------
-
 
 def test_what_eager_code_has_read_is_known_where_a_backward_starts() -> None:
     """Weights and data as the program has them, and nothing that was made on the way."""

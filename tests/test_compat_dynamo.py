@@ -17,28 +17,11 @@ from torch._dynamo.testing import CompileCounter
 from torch._logging import _internal as torch_logs
 from torch.utils.checkpoint import checkpoint
 
+from fxremat.compat import dynamo
 from fxremat.compat.configuration import chain_passes, inductor_patches
-from fxremat.compat.dynamo import (
-    calling_modules,
-    checkpointed_regions,
-    compile_in_training,
-    compile_parts,
-    compiled_in_place,
-    compiled_parts,
-    current_compilation,
-    fresh_dynamo_caches,
-    inline_regions,
-    is_for_dynamo,
-    is_whole_call,
-    leave_out_logs,
-    more_follow,
-    unwrapped,
-)
 from fxremat.compat.logs import GRAPH_LOG, PLAN_LOG, artifact_logger, trace_artifact
 from tests.compat_graphs import X
 from tests.graphs import Net
-
-# --- dynamo -------------------------------------------------------------------------------
 
 
 def noting(seen: list[Any], note: Callable[..., Any]) -> Callable[..., Any]:
@@ -56,9 +39,9 @@ def test_errors_that_dynamo_waits_for() -> None:
     from torch._dynamo.exc import RestartAnalysis
     from torch._inductor.exc import InductorError
 
-    assert is_for_dynamo(RestartAnalysis())
-    assert not is_for_dynamo(InductorError(ValueError("lowering"), None))
-    assert not is_for_dynamo(ValueError("ours"))
+    assert dynamo.is_for_dynamo(RestartAnalysis())
+    assert not dynamo.is_for_dynamo(InductorError(ValueError("lowering"), None))
+    assert not dynamo.is_for_dynamo(ValueError("ours"))
 
 
 LOG = logging.getLogger(__name__)
@@ -73,7 +56,7 @@ def test_what_is_logged_ends_no_graph_if_it_is_left_out() -> None:
 
     logging_net = Net(log)
     with torch._dynamo.config.patch(ignore_logging_functions=set()):
-        leave_out_logs([logging.Logger.warning])
+        dynamo.leave_out_logs([logging.Logger.warning])
         torch.compile(logging_net, backend=counted, fullgraph=True)(X)
     assert counted.frame_count == 1
 
@@ -81,7 +64,9 @@ def test_what_is_logged_ends_no_graph_if_it_is_left_out() -> None:
 def test_graphs_of_a_model_with_graph_breaks() -> None:
     """Each graph has a frame of its own; all but the last end in a graph break."""
     seen: list[tuple[int, bool]] = []
-    backend = noting(seen, lambda gm, inputs: (current_compilation()[0], more_follow(gm)))
+    backend = noting(
+        seen, lambda gm, inputs: (dynamo.current_compilation()[0], dynamo.more_follow(gm))
+    )
 
     def broken(x: torch.Tensor) -> torch.Tensor:
         y = x.sin()
@@ -93,7 +78,7 @@ def test_graphs_of_a_model_with_graph_breaks() -> None:
     frames, breaks = zip(*seen, strict=True)
     assert breaks == (True, False)
     assert frames[0] < frames[1]
-    assert current_compilation() == (-1, None)
+    assert dynamo.current_compilation() == (-1, None)
 
 
 def test_a_graph_is_the_whole_call_unless_somebody_goes_on_with_its_results() -> None:
@@ -102,7 +87,7 @@ def test_a_graph_is_the_whole_call_unless_somebody_goes_on_with_its_results() ->
 
     def backend(gm: fx.GraphModule, inputs: Any) -> Any:
         def run(*given: Any) -> Any:
-            whole.append(is_whole_call(caller))
+            whole.append(dynamo.is_whole_call(caller))
             return gm(*given)
 
         return run
@@ -141,7 +126,7 @@ def test_a_graph_is_the_whole_call_unless_somebody_goes_on_with_its_results() ->
 def test_what_dynamo_wraps_has_frames_of_its_own() -> None:
     """Functions and modules of torch are compiled behind one function of Dynamo's."""
     seen: list[int] = []
-    backend = noting(seen, lambda gm, inputs: current_compilation()[0])
+    backend = noting(seen, lambda gm, inputs: dynamo.current_compilation()[0])
     torch._dynamo.reset()
     given: list[Any] = [nn.functional.gelu, nn.functional.silu]
     for one in [*given, nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)]:
@@ -160,7 +145,7 @@ def test_sizes_that_are_seen_apart_do_not_vary_outside() -> None:
     backend = noting(symbols, lambda gm, inputs: sum(isinstance(x, torch.SymInt) for x in inputs))
     compiled = torch.compile(lambda x: x.sin(), backend=backend)
     compiled(torch.ones(3))
-    with fresh_dynamo_caches():
+    with dynamo.fresh_dynamo_caches():
         compiled(torch.ones(4))
     torch._dynamo.reset_code_caches()
     compiled(torch.ones(3))
@@ -171,7 +156,7 @@ def test_sizes_that_are_seen_apart_do_not_vary_outside() -> None:
 
 def test_regions_that_run_again_are_counted_also_inside_of_each_other() -> None:
     seen: list[int] = []
-    backend = noting(seen, lambda gm, inputs: checkpointed_regions(gm))
+    backend = noting(seen, lambda gm, inputs: dynamo.checkpointed_regions(gm))
 
     def inner(x: torch.Tensor) -> torch.Tensor:
         return x.sin().cos()
@@ -211,13 +196,13 @@ def test_compiled_in_place() -> None:
     model, seen = parts_of_all_sorts(), list[int]()
     backend = noting(seen, lambda gm, inputs: len(inputs))
     wrapped, first = model[1], model[0]._compiled_call_impl
-    with compiled_in_place(model, compiled_parts(model), backend):
+    with dynamo.compiled_in_place(model, dynamo.compiled_parts(model), backend):
         assert type(model[1]) is Doubled
         model(torch.ones(2, 4))
     assert len(seen) == 2  # an input with a gradient, and one without
     assert model[1] is wrapped
     assert model[0]._compiled_call_impl is first
-    assert unwrapped(wrapped)._compiled_call_impl is None
+    assert dynamo.unwrapped(wrapped)._compiled_call_impl is None
 
 
 def test_compile_parts() -> None:
@@ -227,7 +212,7 @@ def test_compile_parts() -> None:
     backend = noting(seen, lambda gm, inputs: len(inputs))
     expected = model(torch.ones(2, 4))
     before = list(model)
-    compile_parts(model, compiled_parts(model), backend=backend)
+    dynamo.compile_parts(model, dynamo.compiled_parts(model), backend=backend)
     torch.testing.assert_close(model(torch.ones(2, 4)), expected)
     assert list(model) == before
     assert len(seen) == 2  # an input with a gradient, and one without
@@ -249,7 +234,7 @@ def test_regions_are_inlined_also_inside_of_each_other() -> None:
     seen: list[fx.GraphModule] = []
 
     def backend(gm: fx.GraphModule, inputs: Any) -> Any:
-        seen.append(inline_regions(gm))
+        seen.append(dynamo.inline_regions(gm))
         return seen[-1]
 
     def step(x: torch.Tensor) -> torch.Tensor:
@@ -264,7 +249,7 @@ def test_regions_are_inlined_also_inside_of_each_other() -> None:
     assert not any(node.target is region for gm in seen for node in gm.graph.nodes)
     assert sum(node.target == "sin" for node in seen[0].graph.nodes) == 4
     plain = fx.symbolic_trace(lambda x: x.cos())
-    assert inline_regions(plain) is plain
+    assert dynamo.inline_regions(plain) is plain
 
 
 def test_what_is_compiled_in_training_only() -> None:
@@ -278,7 +263,7 @@ def test_what_is_compiled_in_training_only() -> None:
     torch._dynamo.reset()
     model = Net(lambda net, x: x.sin() * 2)
     expected = model(X)
-    compile_in_training(model, how)
+    dynamo.compile_in_training(model, how)
     with torch.no_grad():
         model(X)
     model.eval()(X)
@@ -386,7 +371,7 @@ def test_modules_whose_call_is_running() -> None:
 
     class Inner(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            seen.append(calling_modules())
+            seen.append(dynamo.calling_modules())
             return x
 
     inner = Inner()
@@ -396,4 +381,4 @@ def test_modules_whose_call_is_running() -> None:
     (found,) = seen
     assert list(found) == [outer, inner]
     assert all(given is x for (given,) in found.values())
-    assert calling_modules() == {}
+    assert dynamo.calling_modules() == {}

@@ -89,9 +89,6 @@ class Trial:
         return [one.order for one in self.asked]
 
 
-# --- proposals ----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("error", [-0.3, -0.07, 0.0, 0.07])
 def test_a_constant_error_of_the_planner_is_corrected(error: float) -> None:
     """What is found is near the best, however wrong the planner is by a constant."""
@@ -279,7 +276,6 @@ ATEN = torch.ops.aten
 
 
 def forward_values(problem: Problem) -> list[str]:
-    """What the forward writes."""
     return [name for op in problem.ops if op.phase == "forward" for name in op.writes]
 
 

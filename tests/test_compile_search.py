@@ -29,12 +29,10 @@ from fxremat.passes.variants import table
 from fxremat.passes.variants.chunks.rules import CHUNKED_LOSS
 from fxremat.passes.variants.insertion import Rule, Site, StandIns
 from fxremat.whatif.explanation import Explanation
+from tests.end_to_end import measured
 from tests.small import Classifier, seeded
 
 pytestmark = pytest.mark.usefixtures("fresh")
-
-
-# --- search -------------------------------------------------------------------------------
 
 
 def refused(model: nn.Module, x: Tensor, budget: str, **options: Any) -> fxremat.InfeasibleBudget:
@@ -140,17 +138,8 @@ def test_the_refused_report_names_the_same_number(tmp_path: Any) -> None:
 def test_the_least_without_variants_is_at_most_what_torch_takes() -> None:
     """Torch's own partition is one of the candidates."""
     model, x = seeded(Classifier, 256, 16)
-    plain = torch.compile(model)
-
-    def step() -> None:
-        model.zero_grad(set_to_none=True)
-        plain(x).backward()
-
-    step()
-    step()
-    peak = fxremat.measure_peak(step, held=(model, x)).peak_bytes
-    least = least_of(model, x, variants="none")
-    assert least <= peak
+    peak = measured(model, torch.compile(model), (x,))
+    assert least_of(model, x, variants="none") <= peak
 
 
 def test_dry_runs_have_one_budget() -> None:

@@ -36,9 +36,6 @@ from tests.chains import LOSS_PROBLEM
 from tests.conftest import Golden
 from tests.strategies import problems, problems_with_variants
 
-# --- problem ------------------------------------------------------------------------------
-
-
 SMALL = Problem(
     name="small",
     values=(Value("x", 8), Value("w", 100), Value("a", 4), Value("b", 4)),

@@ -29,9 +29,6 @@ from fxremat.core.timeline import Interval, replay
 from tests.conftest import Golden
 from tests.strategies import problems, scheduled_problems
 
-# --- timeline -----------------------------------------------------------------------------
-
-
 PROBLEM = Problem(
     name="three",
     values=(Value("x", 8), Value("a", 16), Value("b", 4), Value("c", 2)),

@@ -24,9 +24,6 @@ from tests.end_to_end import measured
 from tests.graphs import batch, capture, mlp
 from tests.single_calls import ATEN, KEY, call
 
-# --- roofline -----------------------------------------------------------------------------
-
-
 SPEC = DeviceSpec("test", 1e12, 4e12, 1e9, 3.0, 1e9, 1e8, 20.0)
 A, B = torch.empty(8, 16), torch.empty(16, 32)
 HOST = torch.device("cpu")

@@ -29,9 +29,6 @@ from fxremat.sizes import format_bytes
 from tests import nets
 from tests.single_calls import ATEN, X, call, item
 
-# --- workspaces ---------------------------------------------------------------------------
-
-
 HOST = torch.device("cpu")
 BF16, HALF, FULL = torch.bfloat16, torch.float16, torch.float32
 CONV_BACKWARD = ATEN.convolution_backward.default

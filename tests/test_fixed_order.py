@@ -21,15 +21,7 @@ from fxremat.compat.inductor.scheduling import (
     run_in_functions,
     scheduled,
 )
-from fxremat.passes.fixed_order import (
-    Fence,
-    WriteResults,
-    fences,
-    fixed_loops,
-    fixed_stretches,
-    last_of_functions,
-    results_to_write,
-)
+from fxremat.passes import fixed_order
 from fxremat.passes.halves import RECOMPUTED
 from fxremat.passes.recompute import apply_plan
 from tests import nets
@@ -51,7 +43,7 @@ def marked(graph: fx.Graph) -> list[str]:
 
 def constrained(seen: Capture) -> fx.Graph:
     """The backward of a traced net, constrained."""
-    WriteResults("1")(seen.backward.graph)
+    fixed_order.WriteResults("1")(seen.backward.graph)
     return seen.backward.graph
 
 
@@ -73,7 +65,10 @@ def test_planned_results_of_loops_are_written() -> None:
     for name, target, args in rows:
         node = graph.create_node("call_function", target, args, name=name)
         node.meta["val"] = X
-    assert [n.name for n in results_to_write(graph)] == ["sin_written", "sin_recompute_written"]
+    assert [n.name for n in fixed_order.results_to_write(graph)] == [
+        "sin_written",
+        "sin_recompute_written",
+    ]
 
 
 def test_what_a_convolution_reads_through_a_view_is_written_in_a_marked_graph() -> None:
@@ -86,16 +81,16 @@ def test_what_a_convolution_reads_through_a_view_is_written_in_a_marked_graph() 
         image = graph.call_function(ATEN.reshape.default, (sin, [2, 4, 4, 4]))
         arguments = (image, weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
         graph.call_function(ATEN.convolution.default, arguments)
-        assert results_to_write(graph) == ([sin] if name == "sin_free" else [])
+        assert fixed_order.results_to_write(graph) == ([sin] if name == "sin_free" else [])
         graph.call_function(ATEN.cos.default, (sin,))
-        assert results_to_write(graph) == []
+        assert fixed_order.results_to_write(graph) == []
 
 
 def test_a_graph_whose_order_is_not_fixed_is_left_alone() -> None:
     seen = recomputing()
     graph = apply_plan(seen.found, seen.steps, fixed=()).module.graph
     before = str(graph)
-    WriteResults("1")(graph)
+    fixed_order.WriteResults("1")(graph)
     assert str(graph) == before
 
 
@@ -171,16 +166,16 @@ COPY = copying("x", "y")
     ],
 )
 def test_what_kernels_wait_for(kernels: list[Scheduled], after: dict[int, list[int]]) -> None:
-    assert fences(kernels) == after
+    assert fixed_order.fences(kernels) == after
 
 
 def test_a_stretch_without_marks_is_like_the_one_before_it() -> None:
     fixed, free = FIXED, FREE_LOOP
-    assert fixed_stretches([LOOP, CALL, free, CALL, LOOP, CALL, CALL, fixed]) == [
+    assert fixed_order.fixed_stretches([LOOP, CALL, free, CALL, LOOP, CALL, CALL, fixed]) == [
         True, False, False, False, True
     ]  # fmt: skip
-    assert fixed_stretches([free, fixed, free]) == [True]
-    assert fixed_loops([LOOP, CALL, free, CALL, SUM, fixed, free]) == [0, 4, 5, 6]
+    assert fixed_order.fixed_stretches([free, fixed, free]) == [True]
+    assert fixed_order.fixed_loops([LOOP, CALL, free, CALL, SUM, fixed, free]) == [0, 4, 5, 6]
 
 
 @pytest.mark.parametrize(
@@ -192,14 +187,14 @@ def test_a_stretch_without_marks_is_like_the_one_before_it() -> None:
     ],
 )
 def test_a_copy_is_not_parted_from_the_loop_that_makes_or_reads_it(other: Scheduled) -> None:
-    assert fences([other, COPY, LOOP, CALL]).get(1) is None
-    assert fences([COPY, LOOP, other, CALL]).get(0) is None
+    assert fixed_order.fences([other, COPY, LOOP, CALL]).get(1) is None
+    assert fixed_order.fences([COPY, LOOP, other, CALL]).get(0) is None
 
 
 @given(st.lists(st.sampled_from([CALL, LOOP, SUM, NONE, COPY, copying("y", "z")]), max_size=12))
 def test_what_waits_can_be_put_in_order(kernels: list[Scheduled]) -> None:
     """Nothing waits for itself, and calls stay where they are among the loops."""
-    after = fences(kernels)
+    after = fixed_order.fences(kernels)
     order = in_waiting_order(len(kernels), after)
     place = {position: index for index, position in enumerate(order)}
     assert sorted(order) == list(range(len(kernels)))
@@ -229,7 +224,7 @@ def most_at_once(loops: list[Footprint], ends: set[int]) -> int:
 
 @given(st.lists(st.builds(Footprint, st.integers(0, 200), st.integers(0, 200)), max_size=10))
 def test_functions_take_no_more_than_the_largest_loop(loops: list[Footprint]) -> None:
-    ends = last_of_functions(loops)
+    ends = fixed_order.last_of_functions(loops)
     alone = most_at_once(loops, set(range(len(loops))))
     assert most_at_once(loops, ends) <= alone
     for one in ends:  # and none could go on
@@ -238,10 +233,10 @@ def test_functions_take_no_more_than_the_largest_loop(loops: list[Footprint]) ->
         )
 
 
-class Always(Fence):
+class Always(fixed_order.Fence):
     def hold(self, nodes: list[Any]) -> list[Any]:
         run_in_functions(nodes, lambda loops: set(range(len(loops))))
-        return run_after(nodes, fences([scheduled(node) for node in nodes]))
+        return run_after(nodes, fixed_order.fences([scheduled(node) for node in nodes]))
 
 
 def test_loops_on_either_side_of_a_call_are_not_fused() -> None:
@@ -284,7 +279,7 @@ class Named:
         return self.name
 
 
-@pytest.mark.parametrize("kind", [WriteResults, Fence])
+@pytest.mark.parametrize("kind", [fixed_order.WriteResults, fixed_order.Fence])
 def test_the_cache_knows_the_version_and_the_users_pass(kind: Any) -> None:
     assert kind("1").uuid() == kind("1").uuid()
     assert kind("1").uuid() != kind("2").uuid()

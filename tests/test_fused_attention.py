@@ -16,19 +16,7 @@ from fxremat.passes.joint_graph import JointGraph
 from fxremat.passes.variants import insertion
 from fxremat.passes.variants.attention import fused
 from fxremat.passes.variants.attention.fused import RULES, FlashOnCuda, Inputs
-from tests.attentions import (
-    ALONE,
-    CASES,
-    Function,
-    added,
-    block,
-    causal,
-    filled,
-    heads,
-    hidden,
-    plain,
-    wide_softmax,
-)
+from tests import attentions
 from tests.conftest import Golden
 from tests.end_to_end import compiled_by_fxremat, least, measured, observed
 from tests.fuzz.stand_ins import check_sites
@@ -53,7 +41,7 @@ def assert_kernel_alone(joint: JointGraph) -> None:
 
 
 EAGER = {"float16": ["plain", "finite"], "bfloat16": ["plain", "softmax in 32 bits", "grouped"],
-         "float64": ["causal", "einsum", "added"], "float32": list(CASES)}  # fmt: skip
+         "float64": ["causal", "einsum", "added"], "float32": list(attentions.CASES)}  # fmt: skip
 AS_INDUCTOR = {"bfloat16": ["softmax in 32 bits"], "float32": [
     "einsum", "three dimensions", "causal", "filled, rows without keys", "filled twice", "added",
     "fused projection"]}  # fmt: skip
@@ -63,7 +51,7 @@ ROWS = [
 ]  # fmt: skip
 
 
-def squared(function: Function) -> Function:
+def squared(function: attentions.Function) -> attentions.Function:
     """The backward reads the output, and the gradient that comes in is not the same everywhere."""
     return function if isinstance(function, nn.Module) else lambda *x: function(*x).square()
 
@@ -93,9 +81,12 @@ def drowned(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     ("function", "inputs"),
-    [CASES[n] for n in ("added", "added to keys", "padded, with slopes")] + [(drowned, heads)],
+    [attentions.CASES[n] for n in ("added", "added to keys", "padded, with slopes")]
+    + [(drowned, attentions.heads)],
 )
-def test_lossy_where_a_mask_could_leave_a_row_without_keys(function: Function, inputs: Any) -> None:
+def test_lossy_where_a_mask_could_leave_a_row_without_keys(
+    function: attentions.Function, inputs: Any
+) -> None:
     joint = capture(function, inputs(torch.float32)).joint
     assert [site.rule for site in insertion.find_sites(joint, RULES)] == ["masked_attention"]
     assert [rule.lossy for rule in RULES] == [False, True]
@@ -104,10 +95,10 @@ def test_lossy_where_a_mask_could_leave_a_row_without_keys(function: Function, i
 # --- what is left alone --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [*ALONE, "sizes that are no numbers"])
+@pytest.mark.parametrize("name", [*attentions.ALONE, "sizes that are no numbers"])
 def test_left_alone(name: str) -> None:
-    function, inputs = ALONE.get(name, (wide_softmax, heads))
-    joint = capture(function, inputs(torch.float32), dynamic=name not in ALONE).joint
+    function, inputs = attentions.ALONE.get(name, (attentions.wide_softmax, attentions.heads))
+    joint = capture(function, inputs(torch.float32), dynamic=name not in attentions.ALONE).joint
     assert insertion.find_sites(joint, RULES) == ()
 
 
@@ -115,33 +106,35 @@ def test_left_alone(name: str) -> None:
 
 
 def test_graph_of_fused_attention(golden: Golden) -> None:
-    joint = capture(causal, heads(torch.float32, 7)).joint
+    joint = capture(attentions.causal, attentions.heads(torch.float32, 7)).joint
     taken = insertion.take(joint, insertion.find_sites(joint, RULES))
     golden(f"before\n\n{joint.module.graph}\n\nafter\n\n{taken.module.graph}\n")
 
 
 def square(dtype: torch.dtype, width: int = 16) -> list[Tensor]:
-    return heads(dtype, 32, 32, width)
+    return attentions.heads(dtype, 32, 32, width)
 
 
 FLASH, EFFICIENT = "flash", "memory-efficient"
 KEYS = torch.zeros(2, 1, 1, 32)
-ON_CUDA: list[tuple[Function, Sequence[Any], list[str]]] = [
-    (plain, square(torch.bfloat16), [FLASH, EFFICIENT]),
-    (causal, square(torch.float16), [FLASH, EFFICIENT]),
-    (block(torch.float16), [torch.randn(2, 8, 16, dtype=torch.float16)], []),
-    (block(torch.float32, 16, 32), [torch.randn(2, 32, 16)], [EFFICIENT]),
-    (plain, square(torch.float32), [EFFICIENT]),
-    (plain, square(torch.bfloat16, 12), []),
-    (plain, square(torch.float64), []),
-    (filled, [*square(torch.bfloat16), KEYS == 0], [EFFICIENT]),
-    (filled, [*heads(torch.bfloat16), hidden()], []),
-    (added, [*square(torch.float32), KEYS], [EFFICIENT]),
+ON_CUDA: list[tuple[attentions.Function, Sequence[Any], list[str]]] = [
+    (attentions.plain, square(torch.bfloat16), [FLASH, EFFICIENT]),
+    (attentions.causal, square(torch.float16), [FLASH, EFFICIENT]),
+    (attentions.block(torch.float16), [torch.randn(2, 8, 16, dtype=torch.float16)], []),
+    (attentions.block(torch.float32, 16, 32), [torch.randn(2, 32, 16)], [EFFICIENT]),
+    (attentions.plain, square(torch.float32), [EFFICIENT]),
+    (attentions.plain, square(torch.bfloat16, 12), []),
+    (attentions.plain, square(torch.float64), []),
+    (attentions.filled, [*square(torch.bfloat16), KEYS == 0], [EFFICIENT]),
+    (attentions.filled, [*attentions.heads(torch.bfloat16), attentions.hidden()], []),
+    (attentions.added, [*square(torch.float32), KEYS], [EFFICIENT]),
 ]
 
 
 @pytest.mark.parametrize(("function", "inputs", "names"), ON_CUDA)
-def test_kernels_of_a_gpu(function: Function, inputs: Sequence[Any], names: list[str]) -> None:
+def test_kernels_of_a_gpu(
+    function: attentions.Function, inputs: Sequence[Any], names: list[str]
+) -> None:
     joint = on_cuda(capture(function, inputs).joint)
     sites = insertion.find_sites(joint, RULES)
     assert [site.name.split()[-1] for site in sites] == names
@@ -159,7 +152,7 @@ def test_kernels_of_a_gpu(function: Function, inputs: Sequence[Any], names: list
 
 
 def test_the_whole_way() -> None:
-    layer, inputs = block(width=32, most=192), (torch.randn(6, 192, 32),)
+    layer, inputs = attentions.block(width=32, most=192), (torch.randn(6, 192, 32),)
     model = Net(lambda m, x: (x + m.layer(x)).square().mean(), layer=layer)
     twin = copy.deepcopy(model)
     options: dict[str, Any] = {"executor": "aot_eager", "solver": "greedy"}

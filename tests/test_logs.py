@@ -35,9 +35,6 @@ from fxremat.sizes import GIB
 from tests.chains import blocks
 from tests.step_reports import Terminal, altered, moving, planned
 
-# --- logs ---------------------------------------------------------------------------------
-
-
 ROOT = Path(__file__).parent.parent
 PROGRAM = """
 {imports}

@@ -47,7 +47,6 @@ def composed(
 
 
 def live_after(events: Iterable[Event]) -> list[int]:
-    """Bytes after each event."""
     sizes: dict[str, int] = {}
     live: list[int] = []
     for event in events:

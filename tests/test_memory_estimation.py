@@ -29,9 +29,6 @@ from tests.conftest import Golden
 from tests.graphs import Capture, Net, batch, capture, linear, mlp, no_workspace
 from tests.single_calls import ATEN, X, call, item
 
-# --- memory estimation --------------------------------------------------------------------
-
-
 FLOAT = 4
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 import fxremat
 from fxremat import runtime
-from fxremat.memory.measured_peak import measure_peak
+from tests.end_to_end import measured
 from tests.small import Layers, Tied, seeded
 
 SPEED = 2e9
@@ -78,15 +78,7 @@ def test_the_peak_is_the_predicted_one_and_within_the_budget() -> None:
     budget = full_peak(model, x) // 3
     fxremat.offload(model, (x,), memory_budget=f"{budget}B", **OPTIONS)
     options = {**OPTIONS, "memory_budget": f"{budget}B"}
-    call = torch.compile(model, backend="fxremat", options=options)
-
-    def step() -> None:
-        model.zero_grad(set_to_none=True)
-        call(x).backward()
-
-    step()
-    model.zero_grad(set_to_none=True)
-    peak = measure_peak(step, held=(model, x)).peak_bytes
+    peak = measured(model, torch.compile(model, backend="fxremat", options=options), (x,))
     report = fxremat.reports()[-1]
     assert peak == report.predicted_peak_bytes <= budget
     assert {row.times for row in report.moved} >= {1}

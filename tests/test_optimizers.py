@@ -20,9 +20,6 @@ from fxremat.errors import NotTraceable
 from fxremat.memory.optimizers import OptimizerMemory, held_after_a_step, optimizer_memory
 from fxremat.runtime.host_memory import HOST_MEMORY
 
-# --- optimizers ---------------------------------------------------------------------------
-
-
 CPU = torch.device("cpu")
 NUMBER = 4
 

@@ -22,25 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fxremat
-from fxremat import version
-from fxremat.errors import (
-    BudgetExceeded,
-    CannotVary,
-    GraphsDiffer,
-    HostMemoryExceeded,
-    InfeasibleBudget,
-    InvalidOption,
-    NeedsTriton,
-    NotTraceable,
-    PromiseBroken,
-    RankMissing,
-    SolverRefused,
-    UnknownDevice,
-    UnknownOption,
-    UnsupportedDevice,
-    VerificationFailed,
-    nearest,
-)
+from fxremat import errors, version
 from fxremat.report.page import SCRIPTS
 from fxremat.sizes import format_bytes, parse_bytes, round_up_bytes
 from tests.conftest import Golden
@@ -51,7 +33,7 @@ from tests.conftest import Golden
 MIB = 2**20
 IN_FLIGHT = ("graph 1", 4, 3 * MIB, 9 * MIB, 8 * MIB)
 ERRORS: dict[str, Exception] = {
-    "infeasible": InfeasibleBudget(
+    "infeasible": errors.InfeasibleBudget(
         2 * 2**30,
         2_684_366_905,
         (
@@ -59,28 +41,30 @@ ERRORS: dict[str, Exception] = {
             ("gelu in layers.3.mlp (model.py:41)", 1_000_000),
         ),
     ),
-    "infeasible, reserved": InfeasibleBudget(2**30, 3 * 2**29, fragmentation_bytes=2**27),
-    "infeasible, minimum unknown": InfeasibleBudget(2**20, None),
-    "value": InvalidOption("verify", "maybe", "1 or 0", variable="FXREMAT_VERIFY"),
-    "choice": InvalidOption("solver", "gredy", "'auto' or 'greedy'", ("auto", "greedy")),
-    "unknown": UnknownOption("memory_budgt", 8, ("memory_budget", "reserve")),
-    "unknown, nothing near": UnknownOption("colour", 8, ("memory_budget", "reserve")),
-    "refused": SolverRefused("rotor", "it is no chain. Use the solver 'auto'."),
-    "not traceable": NotTraceable("step", "it breaks the graph"),
-    "host memory": HostMemoryExceeded(400, 800, 1000),
-    "in flight": PromiseBroken(*IN_FLIGHT),
-    "in flight, planned again": PromiseBroken(*IN_FLIGHT, planned_for=4),
-    "in flight, others leave more": PromiseBroken(*IN_FLIGHT, left_bytes=MIB),
-    "exceeded": BudgetExceeded("graph 0", 9 * MIB, 8 * MIB, 2 * MIB, MIB // 2),
-    "another graph": GraphsDiffer(0, (1, 2), {0: "9 nodes", 1: "7 nodes", 2: "7 nodes"}),
-    "another plan": GraphsDiffer(0, (1,), {0: "a", 1: "b"}, "plan"),
-    "rank": RankMissing("plan", 300.0, 2),
-    "rank that failed": RankMissing("plan", 300.0, None, "ValueError: no"),
-    "device": UnknownDevice("H10", ("A100", "H100"), "H100"),
-    "other device": UnsupportedDevice("mps"),
-    "triton": NeedsTriton(),
-    "vary": CannotVary("batch", "the model fixes it"),
-    "verification": VerificationFailed("peak of the plan", "step 3 needs 12 bytes, budget 10"),
+    "infeasible, reserved": errors.InfeasibleBudget(2**30, 3 * 2**29, fragmentation_bytes=2**27),
+    "infeasible, minimum unknown": errors.InfeasibleBudget(2**20, None),
+    "value": errors.InvalidOption("verify", "maybe", "1 or 0", variable="FXREMAT_VERIFY"),
+    "choice": errors.InvalidOption("solver", "gredy", "'auto' or 'greedy'", ("auto", "greedy")),
+    "unknown": errors.UnknownOption("memory_budgt", 8, ("memory_budget", "reserve")),
+    "unknown, nothing near": errors.UnknownOption("colour", 8, ("memory_budget", "reserve")),
+    "refused": errors.SolverRefused("rotor", "it is no chain. Use the solver 'auto'."),
+    "not traceable": errors.NotTraceable("step", "it breaks the graph"),
+    "host memory": errors.HostMemoryExceeded(400, 800, 1000),
+    "in flight": errors.PromiseBroken(*IN_FLIGHT),
+    "in flight, planned again": errors.PromiseBroken(*IN_FLIGHT, planned_for=4),
+    "in flight, others leave more": errors.PromiseBroken(*IN_FLIGHT, left_bytes=MIB),
+    "exceeded": errors.BudgetExceeded("graph 0", 9 * MIB, 8 * MIB, 2 * MIB, MIB // 2),
+    "another graph": errors.GraphsDiffer(0, (1, 2), {0: "9 nodes", 1: "7 nodes", 2: "7 nodes"}),
+    "another plan": errors.GraphsDiffer(0, (1,), {0: "a", 1: "b"}, "plan"),
+    "rank": errors.RankMissing("plan", 300.0, 2),
+    "rank that failed": errors.RankMissing("plan", 300.0, None, "ValueError: no"),
+    "device": errors.UnknownDevice("H10", ("A100", "H100"), "H100"),
+    "other device": errors.UnsupportedDevice("mps"),
+    "triton": errors.NeedsTriton(),
+    "vary": errors.CannotVary("batch", "the model fixes it"),
+    "verification": errors.VerificationFailed(
+        "peak of the plan", "step 3 needs 12 bytes, budget 10"
+    ),
 }
 
 
@@ -91,7 +75,7 @@ def test_error_texts(golden: Golden) -> None:
 @pytest.mark.parametrize("name", ERRORS)
 def test_copies_say_the_same(name: str) -> None:
     error = ERRORS[name]
-    assert isinstance(error, ValueError) or not isinstance(error, InvalidOption)
+    assert isinstance(error, ValueError) or not isinstance(error, errors.InvalidOption)
     for again in (copy.copy(error), copy.deepcopy(error), pickle.loads(pickle.dumps(error))):
         assert type(again) is type(error)
         assert str(again) == str(error)
@@ -99,8 +83,8 @@ def test_copies_say_the_same(name: str) -> None:
 
 
 def test_nearest() -> None:
-    assert nearest("Gredy", ("auto", "greedy")) == "greedy"
-    assert nearest("zzz", ("auto", "greedy")) is None
+    assert errors.nearest("Gredy", ("auto", "greedy")) == "greedy"
+    assert errors.nearest("zzz", ("auto", "greedy")) is None
 
 
 # --- sizes --------------------------------------------------------------------------------

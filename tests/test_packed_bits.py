@@ -16,22 +16,8 @@ from fxremat.passes.nodes import fake
 from fxremat.passes.variants import packed_bits
 from fxremat.passes.variants.insertion import Rule
 from fxremat.passes.variants.packed_bits import RULES
+from tests import variants
 from tests.conftest import Golden
-from tests.variants import (
-    DTYPES,
-    Taken,
-    assert_exact,
-    calls,
-    form,
-    found,
-    in_order,
-    inductor_with,
-    joint_of,
-    leaf,
-    shown,
-    sites,
-    small_values,
-)
 
 MASKS, SIGNS = RULES
 
@@ -57,42 +43,47 @@ LATE_MASKS: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", variants.DTYPES)
 @pytest.mark.parametrize("name", [*FORWARD_MASKS, *LATE_MASKS])
 def test_masks_of_the_forward_and_of_the_backward(name: str, dtype: torch.dtype) -> None:
     function, count = (FORWARD_MASKS | LATE_MASKS)[name], 2
     if isinstance(function, nn.Module):
         function, count = function.to(dtype), 1
-    given = [leaf(5, 6, dtype=dtype) for _ in range(count)]
-    with small_values():
-        joint = joint_of(function, given)
-        late, early = sites(SIGNS, joint), sites(MASKS, joint)
+    given = [variants.leaf(5, 6, dtype=dtype) for _ in range(count)]
+    with variants.small_values():
+        joint = variants.joint_of(function, given)
+        late, early = variants.sites(SIGNS, joint), variants.sites(MASKS, joint)
     assert len(early) == 1 if name in FORWARD_MASKS else early or late
-    assert_exact(joint, *(early if name in FORWARD_MASKS else late))
+    variants.assert_exact(joint, *(early if name in FORWARD_MASKS else late))
 
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_a_mask_among_several_results(fused: bool) -> None:
-    joint, where = found(MASKS, lambda x: F.dropout(x.sin(), 0.4), leaf(7, 9), fused=fused)
+    joint, where = variants.found(
+        MASKS, lambda x: F.dropout(x.sin(), 0.4), variants.leaf(7, 9), fused=fused
+    )
     assert len(where) == 1
-    assert_exact(joint, *where)
+    variants.assert_exact(joint, *where)
 
 
 def test_a_constant_mask_and_an_input_are_left() -> None:
     mask = torch.rand(8, 8) > 0.5
-    assert found(MASKS, lambda x: torch.where(mask, x, 0.0).sin(), leaf(8, 8))[1] == []
+    assert (
+        variants.found(MASKS, lambda x: torch.where(mask, x, 0.0).sin(), variants.leaf(8, 8))[1]
+        == []
+    )
 
 
 def test_small_masks_are_left() -> None:
     for size, count in ((10, 0), (100, 1)):
-        joint = joint_of(lambda x: F.relu(x.sin()), [leaf(size, size)])
-        assert len(sites(SIGNS, joint)) == count
+        joint = variants.joint_of(lambda x: F.relu(x.sin()), [variants.leaf(size, size)])
+        assert len(variants.sites(SIGNS, joint)) == count
 
 
 def test_dynamic_sizes_are_left() -> None:
-    x = leaf(8, 9)
+    x = variants.leaf(8, 9)
     torch._dynamo.mark_dynamic(x, 0)
-    assert found(SIGNS, lambda x: F.relu(x.sin()), x)[1] == []
+    assert variants.found(SIGNS, lambda x: F.relu(x.sin()), x)[1] == []
 
 
 def packed_and_back(add: Callable[..., fx.Node], mask: fx.Node) -> tuple[fx.Node, fx.Node]:
@@ -104,20 +95,20 @@ def packed_and_back(add: Callable[..., fx.Node], mask: fx.Node) -> tuple[fx.Node
 @given(st.lists(st.integers(1, 19), max_size=4), st.permutations(range(4)))
 def test_any_shape_and_order(shape: list[int], order: list[int]) -> None:
     """The bytes are as few as rounding up one dimension allows, and the strides the same again."""
-    x = in_order(shape, order) > 0.5
-    bits, result = calls(x, packed_and_back)
+    x = variants.in_order(shape, order) > 0.5
+    bits, result = variants.calls(x, packed_and_back)
     assert torch.equal(result, x)
-    assert form(result) == form(x)
+    assert variants.form(result) == variants.form(x)
     assert bits.dtype == torch.uint8
     least = min((x.numel() // n * -(-n // 8) for n in shape), default=1)
     assert least <= bits.numel() <= max(1.25 * x.numel() / 8, least)
 
 
 def test_channels_last() -> None:
-    x = leaf(2, 3, 5, 7).detach().to(memory_format=torch.channels_last).requires_grad_()
-    joint, where = found(SIGNS, lambda x: F.relu(x * 2).sum(), x)
+    x = variants.leaf(2, 3, 5, 7).detach().to(memory_format=torch.channels_last).requires_grad_()
+    joint, where = variants.found(SIGNS, lambda x: F.relu(x * 2).sum(), x)
     assert len(where) == 1
-    assert_exact(joint, *where)
+    variants.assert_exact(joint, *where)
 
 
 COMPILED: dict[str, Callable[..., Any]] = {
@@ -130,18 +121,18 @@ COMPILED: dict[str, Callable[..., Any]] = {
 def test_through_inductor(rule: Rule) -> None:
     """Of a ReLU no float is kept."""
     function = COMPILED[rule.name]
-    x = leaf(64, 100)
+    x = variants.leaf(64, 100)
     function(x).sum().backward()
     expected, x.grad = x.grad, None
     assert expected is not None
-    with small_values():
-        taken = Taken(rule, list)
-        inductor_with(function, taken)(x).sum().backward()
+    with variants.small_values():
+        taken = variants.Taken(rule, list)
+        variants.inductor_with(function, taken)(x).sum().backward()
     assert 0 < taken.bytes_after < taken.bytes_before
     assert rule is MASKS or (taken.bytes_before, taken.bytes_after) == (4 * 6400, 800)
     torch.testing.assert_close(x.grad, expected)
 
 
 def test_sign_mask_of_a_relu(golden: Golden) -> None:
-    joint, where = found(SIGNS, lambda x: F.relu(x.sin()), leaf(3, 5))
-    golden(shown(joint, *where))
+    joint, where = variants.found(SIGNS, lambda x: F.relu(x.sin()), variants.leaf(3, 5))
+    golden(variants.shown(joint, *where))

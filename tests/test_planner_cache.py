@@ -181,7 +181,6 @@ def test_what_was_interrupted_is_not_kept(tmp_path: Path, problem: Problem) -> N
 
 @pytest.fixture
 def plans(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Where the backend keeps its plans."""
     monkeypatch.setattr("fxremat.compile.search.planning.cache_directory", lambda: str(tmp_path))
     return tmp_path / "fxremat" / "plans"
 

@@ -42,9 +42,6 @@ from tests.strategies import problems, schedules
 
 unphased_chain = partial(phased_chain, phases=False)
 
-# --- checkmate ----------------------------------------------------------------------------
-
-
 SLACK = 1e-6
 FEW = examples(25, suppress_health_check=list(HealthCheck))
 

@@ -38,9 +38,6 @@ def run_once(problem: Problem) -> Problem:
     return replace(problem, ops=tuple(replace(op, repeatable=False) for op in problem.ops))
 
 
-# --- offload ------------------------------------------------------------------------------
-
-
 def moved_away(problem: Problem, *names: str) -> list[Item]:
     """Base order, with the named values fetched before their last reader."""
     last = {name: op.name for op in problem.ops for name in op.reads}

@@ -36,9 +36,6 @@ from tests import brute, chains
 from tests.examples import examples
 from tests.strategies import problems
 
-# --- rotor --------------------------------------------------------------------------------
-
-
 OPTIONS = SolverOptions()
 
 

@@ -31,9 +31,6 @@ from tests.examples import examples
 from tests.strategies import problems
 from tests.transformer_problem import gpt
 
-# --- solvers ------------------------------------------------------------------------------
-
-
 THERE = [name for name in SOLVERS if name != "moccasin" or find_spec("ortools")]
 CHAINS_ONLY = ("pofo", "rotor", "rockmate")
 OPTIMAL_ON_CHAINS = ("moments", "checkmate")

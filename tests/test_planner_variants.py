@@ -32,9 +32,6 @@ from tests.chains import LOSS_PROBLEM, growing_chain
 from tests.examples import examples
 from tests.strategies import problems, problems_with_variants
 
-# --- variants -----------------------------------------------------------------------------
-
-
 NO_LIMIT = SolverOptions()
 
 

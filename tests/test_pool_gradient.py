@@ -24,9 +24,6 @@ from tests.examples import examples
 from tests.graphs import Capture, Net, batch, capture, compiled, linear, run_joint
 from tests.variants import compare, crossing, gradients, joint_of, sites, stand_ins_of
 
-# --- pool gradient ------------------------------------------------------------------------
-
-
 ATEN = torch.ops.aten
 
 

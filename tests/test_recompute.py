@@ -54,9 +54,6 @@ from tests.graphs import (
 from tests.random_nets import SIDE, peaks, random_nets
 from tests.slowness import slow_but
 
-# --- recompute ----------------------------------------------------------------------------
-
-
 ATEN = torch.ops.aten
 
 

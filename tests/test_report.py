@@ -56,7 +56,6 @@ FRONT = Front(
     budget_bytes=9 * MIB,
     peak_bound_bytes=4 * MIB,
 )
-NOTHING = Problem("nothing", (), ())
 
 
 def texts(picture: str, tag: str = "text") -> list[str]:

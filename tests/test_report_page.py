@@ -26,10 +26,6 @@ from tests.step_reports import altered, counted
 
 pytestmark = pytest.mark.usefixtures("fresh")
 
-
-# --- page ---------------------------------------------------------------------------------
-
-
 EMBEDDED = re.compile(r'<script id="data" type="application/json">(.*?)</script>', re.DOTALL)
 
 

@@ -23,9 +23,6 @@ from fxremat.memory.reserved_bytes import CommonPool, keep_too_much, reserved, r
 from fxremat.sizes import GIB, MIB
 from tests.small import Stack, seeded
 
-# --- reserved bytes -----------------------------------------------------------------------
-
-
 SETTINGS = AllocatorSettings()
 
 

@@ -273,8 +273,6 @@ class LogEvent:
 
 
 class LogStream:
-    """A stream that writes down what it is told."""
-
     def __init__(self, name: str, log: list[Any]) -> None:
         self.name = name
         self.log = log

@@ -19,7 +19,7 @@ from fxremat.passes.joint_graph import is_repeatable
 from fxremat.sizes import MIB
 from fxremat.step import scope
 from fxremat.verify import predicates
-from tests import kernels
+from tests import end_to_end, kernels
 from tests.graphs import Net
 from tests.nets import triple
 from tests.ranks import least_named
@@ -175,11 +175,7 @@ def blocks() -> Net:
 
 def least(**options: Any) -> int:
     torch.manual_seed(0)
-    with pytest.raises(fxremat.InfeasibleBudget) as refused:
-        fxremat.explain(
-            blocks(), torch.randn(2048, 64), memory_budget="1MiB", options={**QUICK, **options}
-        )
-    return least_named(refused.value)
+    return end_to_end.least(blocks(), (torch.randn(2048, 64),), **QUICK, **options)
 
 
 def test_the_least_is_lower_where_they_may_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,21 +183,6 @@ def test_the_least_is_lower_where_they_may_run_again(monkeypatch: pytest.MonkeyP
     seen = least()
     monkeypatch.setattr(second_runs, "_several_ranks", lambda: True)
     assert least(repeatable=[NAME]) == seen < 0.9 * least()
-
-
-def test_gradients_are_the_same() -> None:
-    torch.manual_seed(0)
-    model, x = blocks(), torch.randn(2048, 64)
-    loss: Any = model(x)
-    loss.backward()
-    expected = [p.grad for p in model.parameters()]
-    model.zero_grad()
-    budget = least(repeatable=[NAME])
-    options = {**QUICK, "memory_budget": budget, "repeatable": [NAME]}
-    loss = torch.compile(model, backend="fxremat", options=options)(x)
-    loss.backward()
-    torch.testing.assert_close([p.grad for p in model.parameters()], expected)
-    assert fxremat.reports()[-1].recomputed
 
 
 @pytest.mark.parametrize("names", [(NAME,), ()])

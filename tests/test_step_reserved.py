@@ -191,8 +191,6 @@ class Step:
         return SimpleNamespace(graph=0, as_part=one.version, events=events, **figures)
 
     def runs(self, seen: StepDescription | None, index: int = 0) -> GraphInStep:
-        """The runs of one of the parts."""
-
         def compile_version(request: Request) -> CompiledVersion:
             report = self.plan(request)
             self.compiled += [one for one in OFFERS if one.version == report.as_part]

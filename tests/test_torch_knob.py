@@ -22,6 +22,7 @@ from fxremat.passes.joint_graph import Role, is_view, read_joint_graph, root
 from fxremat.passes.user_tags import protect_mutated_inputs
 from tests import nets
 from tests.conftest import Golden
+from tests.end_to_end import measured
 from tests.graphs import (
     Capture,
     Net,
@@ -33,9 +34,6 @@ from tests.graphs import (
     linear,
     mlp,
 )
-
-# --- torch knob ---------------------------------------------------------------------------
-
 
 LAYERS, WIDTH, HIDDEN, TOKENS = 4, 32, 96, 1024
 
@@ -98,17 +96,9 @@ def compiled(
 
 
 def peak_bytes(knob: float | None = None, memory_budget: int | None = None) -> int:
-    """The measured peak of a step."""
     torch.manual_seed(0)
     with compiled(blocks(), knob, memory_budget) as model:
-        x = torch.randn(TOKENS, WIDTH)
-
-        def step() -> None:
-            model(x).backward()
-
-        step()
-        model.zero_grad()  # outside of the step: what was there before is not seen to be freed
-        return fxremat.measure_peak(step, held=(model, x)).peak_bytes
+        return measured(model, model, (torch.randn(TOKENS, WIDTH),))
 
 
 def derivative(knob: float | None = None, memory_budget: int | None = None) -> float:

@@ -155,7 +155,6 @@ def test_what_was_overwritten_is_named(model: WithLogits) -> None:
 
 
 def found_in(model: nn.Module, *given: Tensor, by: Callable[[Any, Any], Any]) -> Any:
-    """What is found of the graph of a model, and of its inputs."""
     found: list[Any] = []
 
     def backend(gm: Any, inputs: Any) -> Any:

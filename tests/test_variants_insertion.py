@@ -29,9 +29,6 @@ from fxremat.verify.taken_variants import TakenVariant, check_variants
 from tests.graphs import Capture, batch, capture, mlp, no_workspace, unit_time
 from tests.variants import verify
 
-# --- variants insertion -------------------------------------------------------------------
-
-
 ATEN, CONTIGUOUS = torch.ops.aten, torch.contiguous_format
 
 

@@ -14,40 +14,25 @@ from fxremat.compat.joint_graph import extract_forward_backward, is_tangent, tor
 from fxremat.errors import VerificationFailed
 from fxremat.passes.recompute import apply_plan
 from fxremat.verify.data_flow import check_arrivals, check_data_flow, check_halves, check_split
-from tests import nets
+from tests import graphs, nets
 from tests.by_hand import ByHand
-from tests.graphs import (
-    Capture,
-    batch,
-    calls,
-    capture,
-    copied,
-    everything_again,
-    mlp,
-    replaced,
-    results_of,
-    store_all,
-)
-
-# --- data flow ----------------------------------------------------------------------------
-
 
 ATEN = torch.ops.aten
 
 
-def rewritten(name: str, again: bool = True) -> tuple[Capture, fx.Graph]:
+def rewritten(name: str, again: bool = True) -> tuple[graphs.Capture, fx.Graph]:
     """A traced net and a fresh rewriting of it."""
-    seen = capture(*nets.make(name), everything_again if again else store_all)
+    seen = graphs.capture(*nets.make(name), graphs.everything_again if again else graphs.store_all)
     return seen, apply_plan(seen.found, seen.steps).module.graph
 
 
-def verify(seen: Capture, graph: fx.Graph) -> None:
+def verify(seen: graphs.Capture, graph: fx.Graph) -> None:
     """Compare a rewriting with the joint graph."""
     check_data_flow(seen.joint.module.graph, graph, [n.name for n in seen.joint.mutated])
 
 
 def one(graph: fx.Graph, target: object, which: int = 0) -> fx.Node:
-    return calls(graph, target)[which]
+    return graphs.calls(graph, target)[which]
 
 
 def swap_arguments(graph: fx.Graph) -> None:
@@ -70,29 +55,29 @@ def read_another_value(graph: fx.Graph) -> None:
 
 
 def copy_a_random_call(graph: fx.Graph) -> None:
-    copied(one(graph, ATEN.native_dropout))
+    graphs.copied(one(graph, ATEN.native_dropout))
 
 
 def read_a_copied_random_call(graph: fx.Graph) -> None:
     node = one(graph, ATEN.native_dropout)
     mask = next(user for user in node.users if user.args[1] == 1)
-    mask.args = (copied(node), 1)
+    mask.args = (graphs.copied(node), 1)
 
 
 def drop_a_node(graph: fx.Graph) -> None:
     node = one(graph, ATEN.gelu)
-    replaced(node, node.all_input_nodes[0])
+    graphs.replaced(node, node.all_input_nodes[0])
 
 
 def drop_a_random_call(graph: fx.Graph) -> None:
     node = one(graph, ATEN.native_dropout)
     for user in list(node.users):
-        replaced(user, node.all_input_nodes[0])
+        graphs.replaced(user, node.all_input_nodes[0])
     graph.erase_node(node)
 
 
 def swap_results(graph: fx.Graph) -> None:
-    results = results_of(graph)
+    results = graphs.results_of(graph)
     given = [i for i, r in enumerate(results) if isinstance(r, fx.Node)]
     results[given[1]], results[given[2]] = results[given[2]], results[given[1]]
     graph.output_node().args = (tuple(results),)
@@ -121,12 +106,12 @@ def test_sabotage_is_noticed(sabotage: Callable[[fx.Graph], None]) -> None:
 
 
 def update_twice(graph: fx.Graph) -> None:
-    copied(one(graph, ATEN.copy_))
+    graphs.copied(one(graph, ATEN.copy_))
 
 
 def lose_an_update(graph: fx.Graph) -> None:
     node = one(graph, ATEN.copy_)
-    replaced(node, node.all_input_nodes[0])
+    graphs.replaced(node, node.all_input_nodes[0])
 
 
 @pytest.mark.parametrize("sabotage", [update_twice, lose_an_update])
@@ -163,7 +148,7 @@ def test_overwriting_a_buffer_before_it_is_read_is_noticed(through_view: bool) -
 
 
 def test_reading_what_was_not_declared_is_noticed() -> None:
-    seen = capture(mlp(), [batch(4, 8)])
+    seen = graphs.capture(graphs.mlp(), [graphs.batch(4, 8)])
     names = [n.name for n in seen.rewritten.saved][1:]
     with pytest.raises(VerificationFailed, match="the backward reads"):
         check_split(seen.backward.graph, names)
@@ -171,7 +156,7 @@ def test_reading_what_was_not_declared_is_noticed() -> None:
 
 def test_what_torch_runs_in_both_halves_is_noticed() -> None:
     """A saved list that is too short: torch computes what is missing a second time."""
-    seen = capture(mlp(), [batch(4, 8)])
+    seen = graphs.capture(graphs.mlp(), [graphs.batch(4, 8)])
     plan = apply_plan(seen.found, seen.steps)
     short = [n for n in plan.saved if n.op == "placeholder"]
     extra = [n for n in plan.module.graph.nodes if n.op == "placeholder" and n not in short]
@@ -188,12 +173,12 @@ def test_what_torch_runs_in_both_halves_is_noticed() -> None:
 # --- halves -------------------------------------------------------------------------------
 
 
-def split(name: str) -> tuple[Capture, fx.Graph, fx.Graph]:
-    seen = capture(*nets.make(name), everything_again)
+def split(name: str) -> tuple[graphs.Capture, fx.Graph, fx.Graph]:
+    seen = graphs.capture(*nets.make(name), graphs.everything_again)
     return seen, seen.forward.graph, seen.backward.graph
 
 
-def verify_split(seen: Capture, forward: fx.Graph, backward: fx.Graph) -> None:
+def verify_split(seen: graphs.Capture, forward: fx.Graph, backward: fx.Graph) -> None:
     check_halves(
         seen.rewritten.module.graph,
         forward,
@@ -210,7 +195,7 @@ def test_honest_halves_pass(name: str) -> None:
 
 def swap_saved(forward: fx.Graph, backward: fx.Graph) -> None:
     """The forward returns another value under the name of one that is saved."""
-    results = results_of(forward)
+    results = graphs.results_of(forward)
     old = next(n for n in reversed(results) if isinstance(n, fx.Node) and n.op != "placeholder")
     with forward.inserting_before(forward.output_node()):
         new = forward.call_function(ATEN.neg.default, (old,))
@@ -221,14 +206,14 @@ def swap_saved(forward: fx.Graph, backward: fx.Graph) -> None:
 
 def run_a_random_call_in_both_halves(forward: fx.Graph, backward: fx.Graph) -> None:
     """It has the same name in both, and nobody reads the second."""
-    node = calls(forward, ATEN.native_dropout)[0]
+    node = graphs.calls(forward, ATEN.native_dropout)[0]
     given = next(iter(backward.nodes))
     with backward.inserting_before(backward.output_node()):
         assert backward.node_copy(node, lambda _: given).name == node.name
 
 
 def lose_a_result(forward: fx.Graph, backward: fx.Graph) -> None:
-    backward.output_node().args = (tuple(results_of(backward)[1:]),)
+    backward.output_node().args = (tuple(graphs.results_of(backward)[1:]),)
 
 
 SABOTAGE_OF_HALVES: dict[str, Callable[[fx.Graph, fx.Graph], None]] = {
@@ -251,7 +236,7 @@ def test_sabotage_of_halves_is_noticed(sabotage: Callable[[fx.Graph, fx.Graph], 
 
 
 def test_the_partition_of_torch_passes() -> None:
-    seen = capture(*nets.make("mlp"))
+    seen = graphs.capture(*nets.make("mlp"))
     forward, backward = torch_partition(
         seen.joint.module, (), num_fwd_outputs=seen.joint.num_forward_outputs
     )
@@ -313,5 +298,5 @@ def test_what_is_given_away_is_not_used_later(
     graph.output((late, gradient))
     with pytest.raises(VerificationFailed, match=f"uses {used} after"):
         check_arrivals(graph)
-    replaced(late, *given.values())
+    graphs.replaced(late, *given.values())
     check_arrivals(graph)

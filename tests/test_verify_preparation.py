@@ -180,7 +180,6 @@ def copy_wrongly(graph: fx.Graph) -> None:
 
 
 def clone_of(graph: fx.Graph) -> fx.Node:
-    """The clone of the buffer that the step writes."""
     return next(n for n in calls(graph, ATEN.clone) if operand(n).op == "placeholder")
 
 

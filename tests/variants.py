@@ -168,7 +168,6 @@ def assert_exact(joint: JointGraph, *chosen: Site) -> None:
 
 
 def gradients(joint: JointGraph, all_results: Sequence[Any]) -> list[torch.Tensor]:
-    """The gradients among the results."""
     late = all_results[joint.num_forward_outputs :]
     return [g for g in late if isinstance(g, torch.Tensor)]
 
@@ -217,6 +216,5 @@ class Taken:
 
 
 def inductor_with(function: Callable[..., Any], taken: Taken) -> Callable[..., Any]:
-    """``function`` compiled by Inductor, with sites taken."""
     torch._dynamo.reset()
     return torch.compile(function, backend=inductor_by(taken, force_disable_caches=True))

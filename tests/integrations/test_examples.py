@@ -44,7 +44,6 @@ class Watch:
 
 
 def loop(train: Any, backend: str, options: dict[str, Any]) -> tuple[list[float], int]:
-    """The losses, and the peak of the loop."""
     watch = Watch()
     losses = train(backend, options, watch)
     return losses, watch.peak_bytes()
