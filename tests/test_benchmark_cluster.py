@@ -28,6 +28,18 @@ TINY = Job(
 )
 
 
+@pytest.mark.parametrize(
+    ("stage", "expected"), [(0, "FFFFBFBFBBBB"), (2, "FFBFBFBFBFBB"), (3, "FBFBFBFBFBFB")]
+)
+def test_the_order_of_a_stage_under_1f1b(stage: int, expected: str) -> None:
+    order = cluster.order_of(stage, 4, 6)
+    assert "".join("F" if forward else "B" for forward, _ in order) == expected
+
+
+def test_fewer_micro_batches_than_stages_all_wait() -> None:
+    assert cluster.order_of(0, 4, 2) == ((True, 0), (True, 0), (False, 0), (False, 0))
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not has_triton(), reason="an absent card needs triton")
 def test_stages_of_a_tiny_job() -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from pathlib import Path
 
 import pytest
 
-from benchmarks import house
+from benchmarks import house, house_numbers
+
+# --- house --------------------------------------------------------------------------------
+
 
 FUNCTION = "def long():\n" + "    pass\n" * house.FUNCTION_LINES
 FIELDS = "".join(f"    f{i}: int\n" for i in range(house.FIELDS))
@@ -82,6 +86,35 @@ def test_imports_of_a_tree(tree: Path) -> None:
     graph = house.imports(house.product(tree))
     assert graph["fxremat.passes.plan"] == ["fxremat.core.constants", "fxremat.passes.base"]
     assert graph["fxremat.passes.base"] == ["fxremat.sizes"]
+
+
+def test_a_folder_with_many_files(tree: Path) -> None:
+    for i in range(house.FOLDER_FILES):
+        (tree / "passes" / "inner" / f"part_{i}.py").write_text("")
+    assert house.measure(tree)["folders over 15 files"] == ["passes/inner"]
+
+
+@pytest.mark.parametrize(
+    ("text", "fact"),
+    [
+        ("TRIES = 3", False),
+        ("TRIES = 3  # times that a plan is made", False),
+        ("SLACK, TRIES = 0.5, 3", False),
+        ("BYTES = 4 * MIB", False),
+        ("LIMITS = ((1.0, 2.0), (0.5, 0.25))", False),
+        ("MOST = 30  # as Inductor counts them", True),
+        ('MOST = 30\n"""Threads of a CUDA block."""', True),
+        ("# Bytes of an int64.\nINDEX = 8", True),
+        ("NOTHING = -1", True),
+        ("ADDRESS = 1 << 45", True),
+        ("PAY, PAID = 0, 1", True),
+        ("FEW = 1", False),
+    ],
+)
+def test_tuning_numbers_and_facts(text: str, fact: bool) -> None:
+    tree = ast.parse(text)
+    found = [*house_numbers.numbers("fxremat.cost.here", text, tree)]
+    assert {is_fact for _, is_fact in found} == {fact}
 
 
 def test_growth_fails_the_check(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
