@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import pickle
 import threading
 from collections.abc import Callable
@@ -15,10 +17,25 @@ from torch import fx, nn
 from torch._inductor import scheduler
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fxremat.compat import tensors
 from fxremat.compat.configuration import POST_GRAD_PASS, SCHEDULER_PASS, inductor_config
 from fxremat.compat.inductor import generated_code, post_grad, scheduling
 from fxremat.compat.inductor.generated_code import generate
+from fxremat.compat.inductor.post_grad import (
+    copy_images,
+    leave_layouts,
+    prefers_channels_last,
+    return_inputs_as_they_are,
+    write_results,
+)
+from fxremat.compat.inductor.scheduling import (
+    Footprint,
+    Scheduled,
+    allocate_at_places,
+    names_being_scheduled,
+    run_after,
+    run_in_functions,
+    scheduled,
+)
 from fxremat.compat.measuring import (
     HostRecording,
     profiler_memory_events,
@@ -26,9 +43,23 @@ from fxremat.compat.measuring import (
     random_state_kept,
     recorded_allocations,
 )
+from fxremat.compat.tensors import (
+    EMPTY,
+    allocate_as_before,
+    allocate_in_pool,
+    fake_mode_of,
+    new_block,
+    reinterpret,
+    storage_number,
+    storage_uses,
+    tensor_over,
+    write_over,
+)
 from tests.compat_graphs import ATEN, half, shared
 from tests.graphs import Net, batch
 from tests.small import forward_code
+
+# --- scheduling ---------------------------------------------------------------------------
 
 
 def loops_apart() -> Net:
@@ -38,15 +69,15 @@ def loops_apart() -> Net:
 
 def test_run_in_functions() -> None:
     """Functions end where it is said, and what a loop allocates and frees is told."""
-    seen: list[list[scheduling.Footprint]] = []
+    seen: list[list[Footprint]] = []
 
     def functions(ends: set[int]) -> int:
-        def last_of(loops: list[scheduling.Footprint]) -> set[int]:
+        def last_of(loops: list[Footprint]) -> set[int]:
             seen.append(loops)
             return ends
 
         def divide(nodes: list[Any]) -> list[Any]:
-            scheduling.run_in_functions(nodes, last_of)
+            run_in_functions(nodes, last_of)
             return nodes
 
         code = forward_code(loops_apart(), batch(32, 64), **{SCHEDULER_PASS: divide})
@@ -59,13 +90,13 @@ def test_run_in_functions() -> None:
 
 def test_scheduled_and_run_after() -> None:
     """What kernels are, and an order that no data asks for."""
-    seen: list[list[scheduling.Scheduled]] = []
+    seen: list[list[Scheduled]] = []
     names: list[str] = []
 
     def backwards(nodes: list[Any]) -> list[Any]:
-        seen.append([scheduling.scheduled(node) for node in nodes])
-        names.extend(scheduling.names_being_scheduled())
-        scheduling.run_after(nodes, {len(nodes) - 1: [0]})
+        seen.append([scheduled(node) for node in nodes])
+        names.extend(names_being_scheduled())
+        run_after(nodes, {len(nodes) - 1: [0]})
         return nodes
 
     forward_code(shared(), batch(32, 64), **{SCHEDULER_PASS: backwards})
@@ -123,7 +154,7 @@ def test_code_allocates_at_places(partitions: bool) -> None:
     why: list[str | None] = []
 
     def place(nodes: list[Any]) -> list[Any]:
-        why.append(scheduling.allocate_at_places())
+        why.append(allocate_at_places())
         return nodes
 
     def code(**options: Any) -> str:
@@ -141,6 +172,19 @@ def test_code_allocates_at_places(partitions: bool) -> None:
 # --- post grad ----------------------------------------------------------------------------
 
 
+def test_write_results() -> None:
+    """A result that would be computed in each of its readers is written instead."""
+
+    def mark(graph: fx.Graph) -> None:
+        write_results(graph, [n for n in graph.nodes if n.target is ATEN.abs.default])
+
+    plain = forward_code(shared(), batch(32, 64))
+    written = forward_code(shared(), batch(32, 64), **{POST_GRAD_PASS: mark})
+    assert written.count("= empty_strided_cpu((32, 64)") == 1 + plain.count(
+        "= empty_strided_cpu((32, 64)"
+    )
+
+
 @pytest.mark.parametrize("read_twice", [False, True])
 def test_what_a_convolution_reads_as_an_image_is_written_as_one(read_twice: bool) -> None:
     """The mark stands behind the view, if nothing else reads the groups of channels."""
@@ -152,7 +196,7 @@ def test_what_a_convolution_reads_as_an_image_is_written_as_one(read_twice: bool
 
     module = make_fx(step, tracing_mode="fake")(torch.ones(2, 2, 4, 36), torch.ones(4, 8, 3, 3))
     (sin,) = (n for n in module.graph.nodes if n.target is ATEN.sin.default)
-    post_grad.write_results(module.graph, [sin])
+    write_results(module.graph, [sin])
     (mark,) = (n for n in module.graph.nodes if n.target is torch.ops.fxremat.written.default)
     assert mark.meta["val"].shape == ((2, 2, 4, 36) if read_twice else (2, 8, 6, 6))
     assert post_grad.unmarked(mark) is sin
@@ -170,7 +214,7 @@ def masked() -> Net:
 
 def test_a_written_mask_is_stored_as_bytes_and_read_as_it_was() -> None:
     def mark(graph: fx.Graph) -> None:
-        post_grad.write_results(graph, [n for n in graph.nodes if n.target is ATEN.gt.Scalar])
+        write_results(graph, [n for n in graph.nodes if n.target is ATEN.gt.Scalar])
 
     x = torch.randn(32, 64)
     code = forward_code(masked(), x, **{POST_GRAD_PASS: mark})
@@ -187,7 +231,7 @@ def test_inputs_are_returned_as_they_are() -> None:
     def strides(marked: bool, forward: fx.GraphModule) -> dict[str, bool]:
         def mark(graph: fx.Graph) -> None:
             if marked:
-                post_grad.return_inputs_as_they_are(graph)
+                return_inputs_as_they_are(graph)
 
         with torch._inductor.config.patch(post_grad_custom_post_pass=mark):
             code = generate(forward, is_backward=False, seen_outputs=1)
@@ -201,7 +245,7 @@ def test_inputs_are_returned_as_they_are() -> None:
     def step(forward: fx.GraphModule, _: fx.GraphModule) -> list[dict[str, bool]]:
         kept = [strides(marked, forward) for marked in (False, True)]
         text = forward.code
-        post_grad.leave_layouts(forward)
+        leave_layouts(forward)
         assert forward.code != text  # Inductor's caches know a graph by its text
         return [*kept, strides(True, forward)]
 
@@ -221,10 +265,10 @@ def test_the_order_of_channels_that_inductor_prefers() -> None:
     """On CPUs with mkldnn channels go last wherever there is a convolution."""
     image, weight = torch.ones(2, 3, 8, 8), torch.ones(4, 3, 3, 3)
     convolution = make_fx(torch.conv2d, tracing_mode="fake")(image, weight)
-    assert post_grad.prefers_channels_last(convolution)
+    assert prefers_channels_last(convolution)
     with torch._inductor.config.patch(layout_optimization=False):
-        assert not post_grad.prefers_channels_last(convolution)
-    assert not post_grad.prefers_channels_last(make_fx(torch.sin, tracing_mode="fake")(image))
+        assert not prefers_channels_last(convolution)
+    assert not prefers_channels_last(make_fx(torch.sin, tracing_mode="fake")(image))
 
 
 @pytest.mark.parametrize(("channels", "copied"), [(3, True), (32, False)])
@@ -241,8 +285,8 @@ def test_images_are_copied_where_gradients_would_be(channels: int, copied: bool)
         return found
 
     module = make_fx(of_weight, tracing_mode="fake", _allow_non_fake_inputs=True)(gradient, image)
-    with tensors.fake_mode_of(module.graph):
-        post_grad.copy_images(module.graph)
+    with fake_mode_of(module.graph):
+        copy_images(module.graph)
     module.recompile()
     (node,) = module.graph.find_nodes(op="call_function", target=ATEN.convolution_backward.default)
     read = node.args[1].meta["val"]
@@ -366,17 +410,23 @@ HOST = torch.device("cpu")
 BLOCK_BYTES = 1 << 20
 
 
+def test_what_generated_code_allocates_with() -> None:
+    made = EMPTY["cpu"]((2, 3), (4, 1), torch.float16)
+    assert (made.shape, made.stride(), made.dtype) == ((2, 3), (4, 1), torch.float16)
+    assert "cuda" in EMPTY
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.complex64, torch.int64])
 def test_a_tensor_over_bytes_of_a_block(dtype: torch.dtype) -> None:
     """Its storage is its own, of exactly these bytes; it keeps the block alive."""
     with torch.inference_mode():
-        block = tensors.new_block(BLOCK_BYTES, HOST)
-        one = tensors.tensor_over(block, 1024, 2048, dtype)
+        block = new_block(BLOCK_BYTES, HOST)
+        one = tensor_over(block, 1024, 2048, dtype)
     assert not one.is_inference()
     assert one.untyped_storage().nbytes() == 1024
     assert one.data_ptr() == block.data_ptr() + 1024
-    tensors.write_over(block, 1024, 2048, 1)
-    uses = tensors.storage_uses(tensors.storage_number(block.untyped_storage()))
+    write_over(block, 1024, 2048, 1)
+    uses = storage_uses(storage_number(block.untyped_storage()))
     del block
     one.fill_(1)
     assert one.sum() == one.numel()
@@ -384,13 +434,38 @@ def test_a_tensor_over_bytes_of_a_block(dtype: torch.dtype) -> None:
 
 
 def test_what_lies_there_is_a_tensor_like_any_other() -> None:
-    """It has its own version, and is pickled by itself."""
-    base = tensors.tensor_over(tensors.new_block(BLOCK_BYTES, HOST), 0, 1024, torch.float32)
+    """It has its own version, and is saved, copied and shared by itself."""
+    block = new_block(BLOCK_BYTES, HOST)
+    base = tensor_over(block, 0, 1024, torch.float32)
     one: Any
-    one, other = (tensors.reinterpret(base, (16, 16), (16, 1), 0) for _ in range(2))
+    one, other = (reinterpret(base, (16, 16), (16, 1), 0) for _ in range(2))
     one.fill_(3)
     assert (one._version, other._version, base._version) == (1, 0, 0)
+    file = io.BytesIO()
+    torch.save(one, file)
+    assert file.tell() < 4096
+    assert copy.deepcopy(one).untyped_storage().nbytes() == 1024
     assert torch.equal(pickle.loads(pickle.dumps(one)), one)
+    one.share_memory_()
+    assert base.data_ptr() != block.data_ptr()
+    assert one.sum() == 3 * 256
+
+
+def test_uses_of_a_storage() -> None:
+    """They tell whoever holds what lies there, views and copies of the tensor among them."""
+    base = tensor_over(new_block(1024, HOST), 0, 1024, torch.float32)
+    storage = base.untyped_storage()
+    number = storage_number(storage)
+    idle = storage_uses(number)
+    one = reinterpret(base, (256,), (1,), 0)
+    held = [one, one[:4], one.detach(), one.numpy()]
+    del one
+    while held:
+        assert storage_uses(number) > idle
+        held.pop()
+    assert storage_uses(number) == idle
+    reinterpret(base, (256,), (1,), 0).untyped_storage()  # its object is the one that is known
+    assert storage_uses(number) == idle
 
 
 def test_a_pool_is_left_as_it_was_entered() -> None:
@@ -402,6 +477,6 @@ def test_a_pool_is_left_as_it_was_entered() -> None:
     device = torch.device("cuda", 0)
     noted: Any = {name: lambda *args, name=name: calls.append((name, *args)) for name in names}
     with mock.patch.multiple(torch._C, **noted):
-        tensors.allocate_in_pool(pool, device)
-        tensors.allocate_as_before(pool, device)
+        allocate_in_pool(pool, device)
+        allocate_as_before(pool, device)
     assert calls == [(name, 0, (0, 1)) for name in names]

@@ -15,13 +15,14 @@ import torch
 from torch import fx, nn, optim
 from torch.optim import optimizer as base
 
-from fxremat.compat import tensors
+from fxremat.compat.compilers import trace_as_inductor
 from fxremat.compat.configuration import inductor_config, inductor_patches
 from fxremat.compat.inductor import generated_code
 from fxremat.compat.inductor.generated_code import (
     Generated,
     code_key,
     generate,
+    load_without_kernels,
 )
 from fxremat.compat.optimizers import live_optimizers, note_optimizers, steps_as_with, wrapped_by
 from fxremat.compat.sizes import (
@@ -31,16 +32,41 @@ from fxremat.compat.sizes import (
     sizes_at,
     with_settled_sizes,
 )
+from fxremat.compat.tensors import (
+    Watching,
+    fake_tensors,
+    is_fake,
+    on_device_without_memory,
+    places_in_joint,
+    storage_watch,
+    without_memory,
+)
 from fxremat.passes.joint_graph import is_tensor
-from tests.compat_graphs import dynamic, half
+from tests import nets
+from tests.compat_graphs import ATEN, dynamic, half
 from tests.graphs import Capture, batch, linear
+
+# --- tensors ------------------------------------------------------------------------------
+
+
+def test_storage_watch() -> None:
+    with without_memory():
+        x = torch.empty(4, 4)
+        key, is_gone = storage_watch(x)
+        view = x.as_strided((2,), (1,), 3)
+        assert storage_watch(view)[0] == key
+        assert storage_watch(torch.empty(4))[0] != key
+        del x
+        assert not is_gone()
+        del view
+        assert is_gone()
 
 
 def test_fake_tensors() -> None:
     """A model is made, initialised and converted, tied weights and all, and has no memory."""
     from torch._subclasses.fake_tensor import FakeTensor
 
-    with tensors.fake_tensors():
+    with fake_tensors():
         first, second = nn.Linear(1 << 20, 1 << 20), nn.Linear(1 << 20, 1 << 20)
         second.weight = first.weight
         model = nn.Sequential(first, second, nn.Embedding(8, 4), nn.BatchNorm1d(4))
@@ -52,6 +78,20 @@ def test_fake_tensors() -> None:
     assert {p.dtype for p in model.parameters()} == {torch.float16}
     assert not isinstance(torch.empty(1), FakeTensor)
     linear().half()  # outside, parameters are converted as ever
+
+
+def test_fake_tensors_are_traced() -> None:
+    with fake_tensors():
+        fake = nets.make("mlp")
+        seen = Capture(fused=True)
+
+        def backend(gm: fx.GraphModule, inputs: Any) -> Any:
+            return trace_as_inductor(gm, inputs, {}, seen)
+
+        torch._dynamo.reset()
+        model, inputs = fake
+        torch.compile(model, backend=backend)(*inputs)
+    assert seen.found.problem == nets.traced("mlp", fused=True).found.problem
 
 
 def test_fake_tensors_that_are_seen_leave_compiled_parts_compiled() -> None:
@@ -66,7 +106,7 @@ def test_fake_tensors_that_are_seen_leave_compiled_parts_compiled() -> None:
         return gm
 
     torch._dynamo.reset()
-    with tensors.fake_tensors(seen):
+    with fake_tensors(seen):
         x = torch.empty(6)
         assert sizes == [6]
         torch.compile(lambda x: x.sin(), backend=backend)(x)
@@ -79,10 +119,10 @@ def test_on_device_without_memory() -> None:
     tied.weight = first.weight
     model = torch.nn.Sequential(first, torch.nn.BatchNorm1d(3), tied)
     before = dict(model.named_parameters())
-    with tensors.fake_tensors(), tensors.on_device_without_memory(model, torch.ones(2, 3)) as x:
-        assert tensors.is_fake(x)
-        assert all(tensors.is_fake(p) for p in model.parameters())
-        assert all(tensors.is_fake(b) for b in model.buffers())
+    with fake_tensors(), on_device_without_memory(model, torch.ones(2, 3)) as x:
+        assert is_fake(x)
+        assert all(is_fake(p) for p in model.parameters())
+        assert all(is_fake(b) for b in model.buffers())
         assert isinstance(first.weight, torch.nn.Parameter)
         assert first.weight is tied.weight
         assert x.device.type == "cpu"
@@ -97,7 +137,7 @@ def test_a_tensor_of_a_subclass_becomes_its_parts_in_the_joint_graph() -> None:
     both = two(plain, plain.clone())
     given = [plain, 3, both, two(both, both), plain]
     expected = [range(1), range(1, 2), range(2, 4), range(4, 8), range(8, 9)]
-    assert tensors.places_in_joint(given) == expected
+    assert places_in_joint(given) == expected
 
 
 # --- sizes --------------------------------------------------------------------------------
@@ -242,7 +282,7 @@ def test_inside_a_step_is_one_of_many_tensors_as_with_real_ones() -> None:
         seen.append(str(func))
 
     def step(kind: type[Any]) -> None:
-        with tensors.without_memory(), steps_as_with([kind], see):
+        with without_memory(), steps_as_with([kind], see):
             made = torch.ones(4, device="cuda")
             made.grad = torch.ones(4, device="cuda")
             optim.SGD([made], lr=0.1).step()
@@ -261,7 +301,7 @@ def test_hooks_for_all_optimizers_are_not_told_of_steps_without_memory() -> None
     handle = base.register_optimizer_step_post_hook(lambda one, *_: told.append(one))
     optimizer = optim.SGD([weight], lr=0.1)
     try:
-        with tensors.without_memory(), steps_as_with([nn.Parameter], lambda *_: None):
+        with without_memory(), steps_as_with([nn.Parameter], lambda *_: None):
             made = torch.ones(4)
             made.grad = torch.ones(4)
             optim.SGD([made], lr=0.1).step()
@@ -280,7 +320,7 @@ def test_inside_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_inside_a_value_that_nobody_knows_is_one() -> None:
-    with tensors.without_memory() as made, steps_as_with([], lambda *_: None):
+    with without_memory() as made, steps_as_with([], lambda *_: None):
         one = made(torch.zeros(3))
         assert one.sum().item() == 1.0
         assert bool(one.isnan().any())
@@ -404,3 +444,45 @@ def test_generate_with_the_strides_that_the_forward_chose() -> None:
     source, stride = half(linear_gelu(), step)
     assert "(32, 64), (1, 32)" in source
     assert stride == (64, 1)  # the module itself is left alone
+
+
+GENERATED = """
+from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.select_algorithm import extern_kernels
+empty_strided_cpu = torch._C._dynamo.guards._empty_strided_cpu
+reinterpret_tensor = torch._C._dynamo.guards._reinterpret_tensor
+async_compile = AsyncCompile()
+loop = async_compile.cpp_pybinding(['float*'], 'this is no C++')
+triton_loop = async_compile.triton('triton_loop', 'nor this')
+async_compile.wait(globals())
+class Runner:
+    def call(self, args):
+        x, = args
+        args.clear()
+        buf0 = empty_strided_cpu((4, 8), (8, 1), torch.float32)
+        extern_kernels.mm(reinterpret_tensor(x, (4, 2), (2, 1), 0), factor, out=buf0)
+        loop(buf0)
+        triton_loop.run(buf0, 32, stream=0)
+        return (buf0, )
+call = Runner().call
+"""
+
+
+def test_load_without_kernels() -> None:
+    """Neither kernel is compiled; allocations and library calls are seen, and have no memory."""
+    generated = Generated("import torch\n" + GENERATED, {}, {}, ())
+    seen: list[Any] = []
+    with without_memory() as made:
+        factor = made(torch.ones(2, 8))
+        call = load_without_kernels(generated, {"factor": factor}, "<test>")
+        arguments = [torch.empty(8)]
+        with Watching(lambda op, args, kwargs, result: seen.append((op, result))):
+            (result,) = call(arguments)
+    assert arguments == []
+    assert result.shape == (4, 8)
+    assert type(result).__name__ == "FakeTensor"
+    ops = [op for op, _ in seen]
+    assert ops[0] == ATEN.empty_strided.default
+    assert ATEN.as_strided.default in ops
+    assert ops[-1] == ATEN.mm.out
+    assert call.__code__.co_filename == "<test>"
