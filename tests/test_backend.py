@@ -146,6 +146,16 @@ def test_a_larger_size_is_planned_anew_and_a_smaller_one_is_not() -> None:
     assert counts == [1, 2, 2]
 
 
+def test_a_declared_bound_is_planned_for() -> None:
+    model, _ = seeded(lambda: Stack(2), 1, 32)
+    x = torch.randn(64, 32)
+    torch._dynamo.mark_dynamic(x, 0, min=2, max=512)
+    compiled(model, memory_budget="8MiB")(x).backward()
+    large = torch.randn(512, 32)
+    call = compiled(model, memory_budget="8MiB")
+    assert fxremat.reports()[-1].predicted_peak_bytes >= measured(model, call, (large,))
+
+
 def test_without_gradients_the_model_just_runs() -> None:
     """Training compiles the same graph; the report of that, which is kept on disk, is not its."""
     model, x = seeded(Stack, 64, 32)

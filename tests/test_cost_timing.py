@@ -20,6 +20,23 @@ from fxremat.cost import call_times, number_file, op_timers, timing
 from fxremat.cost.call_times import KIND, CallTimes, call_key
 from fxremat.cost.device import DeviceSpec
 from fxremat.cost.number_file import NumberFile, number_path, written_together
+from fxremat.cost.op_timers import (
+    FUNCTIONS,
+    TRAFFIC,
+    LoopRates,
+    Measured,
+    Roofline,
+    bandwidth_name,
+    measured_rates,
+)
+from fxremat.cost.timing import (
+    ReferenceMatmul,
+    TimedNumbers,
+    Timing,
+    alone_on,
+    quickest,
+    reference_of,
+)
 from fxremat.disk_cache import write_whole
 from fxremat.runtime.chunks.convolutions import CONVOLUTION, CONVOLUTION_BACKWARD
 from fxremat.runtime.chunks.operator import ROWS
@@ -28,7 +45,7 @@ from tests.loss_program import CLASSES, inputs, program
 from tests.single_calls import ATEN, KEY, call, item
 
 HOST, GPU = torch.device("cpu"), torch.device("cuda", 0)
-ROOFLINE = op_timers.Roofline(DeviceSpec("test", 1e12, 4e12, 1e9, 3.0, 1e9, 1e8, 20.0), True, True)
+ROOFLINE = Roofline(DeviceSpec("test", 1e12, 4e12, 1e9, 3.0, 1e9, 1e8, 20.0), True, True)
 
 # --- runs that count ----------------------------------------------------------------------
 
@@ -38,7 +55,7 @@ def timed(interruptions: Iterable[int], seconds: list[float], patch: pytest.Monk
     counted, took = iter(interruptions), iter(seconds)
     patch.setattr(timing, "_interruptions", lambda device: next(counted))
     patch.setattr(timing, "_seconds", lambda call, device: next(took))
-    return timing.quickest(lambda: None, HOST).us
+    return quickest(lambda: None, HOST).us
 
 
 def test_runs_that_other_programs_disturb_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,7 +77,7 @@ class Machine:
     """Every run takes its seconds times how slow the machine is just now."""
 
     def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.slowness, self.now, self.reference = 1.0, 0.0, timing.reference_of(HOST, directory)
+        self.slowness, self.now, self.reference = 1.0, 0.0, reference_of(HOST, directory)
         self.matmuls = 0
         monkeypatch.setattr(time, "monotonic", lambda: self.now)
         monkeypatch.setattr(timing, "_interruptions", lambda device: 0)
@@ -75,7 +92,7 @@ class Machine:
 
     def timed(self, after: float = 60.0) -> float:
         self.now += after
-        return timing.quickest(lambda: None, HOST, self.reference).us
+        return quickest(lambda: None, HOST, self.reference).us
 
 
 @pytest.fixture
@@ -94,7 +111,7 @@ def test_a_machine_that_changes_its_clock_gives_the_same_times(
 
 def test_another_process_goes_on_from_the_clock_on_disk(machine: Machine, tmp_path: Path) -> None:
     machine.timed()
-    machine.reference, machine.slowness = timing.reference_of(HOST, tmp_path), 2.0
+    machine.reference, machine.slowness = reference_of(HOST, tmp_path), 2.0
     assert machine.timed() == pytest.approx(7000.0)
 
 
@@ -119,8 +136,8 @@ def test_where_the_clock_is_not_known_times_are_left_as_they_are(
 
 
 def test_times_on_a_gpu_are_left_as_they_are(tmp_path: Path) -> None:
-    assert timing.reference_of(GPU, tmp_path) is None
-    assert isinstance(timing.reference_of(HOST, tmp_path), timing.ReferenceMatmul)
+    assert reference_of(GPU, tmp_path) is None
+    assert isinstance(reference_of(HOST, tmp_path), ReferenceMatmul)
 
 
 # --- one process on a GPU -----------------------------------------------------------------
@@ -148,10 +165,10 @@ def _is_free(lock: Path) -> bool:
 
 def test_others_wait_while_a_call_is_timed(lock: Path) -> None:
     """And no longer than that, also where timing fails."""
-    with timing.alone_on(GPU):
+    with alone_on(GPU):
         assert not _is_free(lock)
     assert _is_free(lock)
-    with pytest.raises(RuntimeError), timing.alone_on(GPU):
+    with pytest.raises(RuntimeError), alone_on(GPU):
         raise RuntimeError("out of memory")
     assert _is_free(lock)
 
@@ -214,24 +231,22 @@ A_LOOP = 1e9
 """Microseconds: longer than any call here takes, however busy the machine is."""
 
 
-def rates_of(
-    call_us: float, bytes_per_s: float, functions: Mapping[str, float]
-) -> op_timers.LoopRates:
+def rates_of(call_us: float, bytes_per_s: float, functions: Mapping[str, float]) -> LoopRates:
     """Rates at which all sizes move alike, and other functions cost nothing."""
 
     def number_of(name: str) -> float:
         if name == "call_us":
             return call_us
-        return functions.get(name, 0.0) if name in op_timers.FUNCTIONS else bytes_per_s
+        return functions.get(name, 0.0) if name in FUNCTIONS else bytes_per_s
 
-    return op_timers.LoopRates(number_of)
+    return LoopRates(number_of)
 
 
 LOOPS = rates_of(A_LOOP, 1e9, {})
 
 
-def timer(directory: Path, loops: op_timers.LoopRates = LOOPS) -> op_timers.Measured:
-    return op_timers.Measured(CallTimes(HOST, directory), loops, ROOFLINE)
+def timer(directory: Path, loops: LoopRates = LOOPS) -> Measured:
+    return Measured(CallTimes(HOST, directory), loops, ROOFLINE)
 
 
 def key_of(node: fx.Node) -> str:
@@ -243,12 +258,12 @@ def key_of(node: fx.Node) -> str:
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the calls that were really run."""
     seen: list[str] = []
-    real = timing.TimedNumbers.number
+    real = TimedNumbers.number
 
-    def spy(numbers: timing.TimedNumbers, key: str, measure: Callable[[], Any]) -> float | None:
+    def spy(numbers: TimedNumbers, key: str, measure: Callable[[], Any]) -> float | None:
         return real(numbers, key, lambda: seen.append(key) or measure())  # type: ignore[func-returns-value]
 
-    monkeypatch.setattr(timing.TimedNumbers, "number", spy)
+    monkeypatch.setattr(TimedNumbers, "number", spy)
     return seen
 
 
@@ -400,6 +415,18 @@ def test_a_damaged_file_counts_as_empty(tmp_path: Path, text: str, runs: list[st
     assert list(json.loads(path.read_text(encoding="utf-8"))) == [key_of(node)]
 
 
+def test_what_another_process_wrote_meanwhile_stays(tmp_path: Path) -> None:
+    time_of = timer(tmp_path)
+    path = number_path(tmp_path, HOST, KIND)
+    path.parent.mkdir(parents=True)
+    path.write_text('{"theirs": 5.0}', encoding="utf-8")
+    time_of((call(ATEN.mm.default, A, B),), 100)
+    data = json.loads(path.read_text(encoding="utf-8"))
+    assert data["theirs"] == 5.0
+    assert len(data) == 2
+    assert list(path.parent.iterdir()) == [path]  # nothing half-written is left
+
+
 def test_fake_tensors_of_a_trace_are_measured_for_real(tmp_path: Path, runs: list[str]) -> None:
     seen = capture(mlp(), [batch(4, 8)])
     nodes = seen.calls(ATEN.addmm)
@@ -425,28 +452,26 @@ def test_a_power_costs_what_inductor_computes_for_it(exponent: float, ns: float)
     power = graph.call_function(torch.ops.aten.pow.Tensor_Scalar, (x, exponent))
     power.meta["val"] = torch.ones(1000)
     numbers = {"pow": 100.0, "sqrt": 5.0, "div": 7.0, "call_us": 0.0}
-    rates = op_timers.LoopRates(
-        {op_timers.bandwidth_name(op_timers.TRAFFIC[0]): 1e15, **numbers}.__getitem__
-    )
+    rates = LoopRates({bandwidth_name(TRAFFIC[0]): 1e15, **numbers}.__getitem__)
     assert rates.us([power], 8) == pytest.approx(ns, abs=1e-6)
 
 
 def test_what_is_asked_for_is_measured_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = op_timers.measured_rates(HOST, tmp_path)
+    first = measured_rates(HOST, tmp_path)
     exp, neg = first.loop_us([("exp", 10**9)], 0), first.loop_us([("neg", 10**9)], 0)
-    moved, call = first.move_us(op_timers.TRAFFIC[1]), first.call_us
+    moved, call = first.move_us(TRAFFIC[1]), first.call_us
     assert neg == 0.0
     assert min(exp, moved, call) > 0
     kept = NumberFile(number_path(tmp_path, HOST, op_timers.KIND)).numbers
-    sizes = [op_timers.bandwidth_name(size) for size in op_timers.TRAFFIC[:2]]
+    sizes = [bandwidth_name(size) for size in TRAFFIC[:2]]
     assert kept.keys() == {"call_us", "moving_us", "exp", *sizes}
 
     monkeypatch.setattr(timing, "quickest", mock.Mock(side_effect=AssertionError))
-    again = op_timers.measured_rates(HOST, tmp_path)
+    again = measured_rates(HOST, tmp_path)
     assert again.loop_us([("exp", 10**9)], 0) == exp
-    assert again.move_us(op_timers.TRAFFIC[1]) == moved
+    assert again.move_us(TRAFFIC[1]) == moved
     with pytest.raises(AssertionError):
         again.loop_us([("tanh", 10**9)], 0)
 
@@ -460,16 +485,16 @@ def default_dtype(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("default_dtype")
-@pytest.mark.parametrize("name", op_timers.FUNCTIONS)
+@pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions_can_be_timed(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Whatever the dtype is of tensors that nobody gives one."""
 
-    def once(call: Callable[[], object], device: torch.device, reference: object) -> timing.Timing:
+    def once(call: Callable[[], object], device: torch.device, reference: object) -> Timing:
         call()
-        return timing.Timing(50.0, False)
+        return Timing(50.0, False)
 
     monkeypatch.setattr(timing, "quickest", once)
-    rates = op_timers.measured_rates(HOST, tmp_path)
+    rates = measured_rates(HOST, tmp_path)
     assert rates.loop_us([(name, 1)], 0) == 0.0  # no dearer than to move
 
 
@@ -477,9 +502,9 @@ def test_the_rates_of_a_busy_machine_are_not_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are better than none: a vendor's figures would be of another kind than measured ones."""
-    disturbed = mock.Mock(return_value=timing.Timing(50.0, True))
+    disturbed = mock.Mock(return_value=Timing(50.0, True))
     monkeypatch.setattr(timing, "quickest", disturbed)
-    rates = op_timers.measured_rates(HOST, tmp_path)
+    rates = measured_rates(HOST, tmp_path)
     assert rates.call_us == rates.call_us == 50.0
     assert disturbed.call_count == 1
     assert not number_path(tmp_path, HOST, op_timers.KIND).exists()

@@ -25,7 +25,7 @@ from fxremat.compile.dry_run.dry_run import (
 )
 from fxremat.compile.dry_run.meter import CodeMeter, Workspace
 from fxremat.core.events import Allocate, Free, Given, RunEvents
-from fxremat.core.json_data import from_data, to_data
+from fxremat.core.json_data import InvalidData, from_data, to_data
 from fxremat.core.timeline import Lifetime
 from fxremat.cost.cuda_scratch import CudaScratch
 from fxremat.cost.workspaces import Workspaces
@@ -220,6 +220,7 @@ def test_code_that_cannot_run_without_data_is_planned_with_a_warning(
 
 @pytest.fixture
 def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Where dry runs are kept."""
     monkeypatch.setattr("fxremat.compile.search.candidates.cache_directory", lambda: str(tmp_path))
     return tmp_path / "fxremat" / "dry_runs"
 
@@ -327,6 +328,14 @@ DRY_RUNS = st.builds(
 def test_every_dry_run_is_read_back(shown: DryRun) -> None:
     found = from_data(DryRun, json.loads(json.dumps(to_data(shown))))
     assert (found, found.allocator) == (shown, shown.allocator)
+
+
+@pytest.mark.parametrize(
+    "damage", [{"peak_bytes": None}, {"at_peak": [1, 2]}, {"live_bytes": "much"}, {"lifetimes": 3}]
+)
+def test_what_is_no_dry_run_is_not_believed(damage: dict[str, Any]) -> None:
+    with pytest.raises(InvalidData):
+        from_data(DryRun, {**to_data(DryRun(1, (1,), (("x", 1),), {"x": 1})), **damage})
 
 
 def test_nothing_is_kept_where_caches_are_disabled(kept: Path, made: list[Any]) -> None:

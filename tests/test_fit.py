@@ -33,6 +33,9 @@ from fxremat.whatif.symbolic_step import PeaksBySize, SymbolicStep
 from tests.absent_nets import net_and_tokens
 from tests.graphs import Net
 
+# --- fit ----------------------------------------------------------------------------------
+
+
 BATCH = {"batch": [(0, 0), (1, 0)]}
 BUDGET = "242MiB"
 
@@ -68,6 +71,9 @@ def _weights() -> list[nn.Parameter]:
     ("name", "states"),
     [
         ("none", 0),
+        ("sgd", 0),
+        ("sgd-momentum", 40_000 + 120),
+        ("adamw", 2 * (40_000 + 120)),
         ("adamw-master", 20_000 * 12 + 30 * 8),
         ("adamw-8bit", 2 * (20_000 + 79 * 4) + 2 * 120),
         ("adafactor", 300 * 4 + 120),

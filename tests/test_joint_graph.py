@@ -11,14 +11,27 @@ from torch import fx
 
 from fxremat import runtime
 from fxremat.compat.joint_graph import copy_module
-from fxremat.passes import joint_graph
 from fxremat.passes.accumulation import LASTING, accumulate, name_later_reads
+from fxremat.passes.joint_graph import (
+    JointGraph,
+    Role,
+    is_multi_output,
+    is_mutating,
+    is_random,
+    is_repeatable,
+    is_tensor,
+    is_view,
+    read_joint_graph,
+    root,
+)
 from fxremat.passes.memory_estimation import estimate
 from tests import nets
 from tests.by_hand import ByHand
 from tests.conftest import Golden
 from tests.graphs import Net, batch, calls, capture, linear, mlp, no_workspace, unit_time
 from tests.single_calls import ATEN, KEY, X, call, item
+
+# --- joint graph --------------------------------------------------------------------------
 
 
 def test_roles(golden: Golden) -> None:
@@ -35,16 +48,16 @@ def test_roles_follow_the_data(name: str) -> None:
         if node.op == "output":
             continue
         roles = {joint.role[i] for i in node.all_input_nodes}
-        if joint.role[node] is joint_graph.Role.FORWARD:
-            assert roles <= {joint_graph.Role.FORWARD}
-        elif joint.role[node] is joint_graph.Role.LAZY:
-            assert joint_graph.Role.BACKWARD not in roles
+        if joint.role[node] is Role.FORWARD:
+            assert roles <= {Role.FORWARD}
+        elif joint.role[node] is Role.LAZY:
+            assert Role.BACKWARD not in roles
         elif node not in joint.tangents:
-            assert joint_graph.Role.BACKWARD in roles or not roles
+            assert Role.BACKWARD in roles or not roles
         if node.target is operator.getitem:  # there with its call, whoever reads it
             assert roles == {joint.role[node]}
     assert len(joint.forward_outputs) <= joint.num_forward_outputs
-    assert all(joint.role[n] is joint_graph.Role.FORWARD for n in joint.forward_outputs)
+    assert all(joint.role[n] is Role.FORWARD for n in joint.forward_outputs)
 
 
 VIEWS = {
@@ -68,25 +81,33 @@ OTHERS = {
 
 @pytest.mark.parametrize("node", VIEWS.values(), ids=VIEWS)
 def test_views(node: fx.Node) -> None:
-    assert joint_graph.is_view(node)
-    assert joint_graph.root(node).op == "placeholder"
+    assert is_view(node)
+    assert root(node).op == "placeholder"
 
 
 @pytest.mark.parametrize("node", OTHERS.values(), ids=OTHERS)
 def test_no_views(node: fx.Node) -> None:
-    assert not joint_graph.is_view(node)
-    assert joint_graph.root(node) is node
+    assert not is_view(node)
+    assert root(node) is node
 
 
 def test_one_result_or_several() -> None:
-    assert joint_graph.is_tensor(OTHERS["clone"])
-    assert not joint_graph.is_multi_output(OTHERS["clone"])
-    assert joint_graph.is_multi_output(OTHERS["var_mean"])
-    assert not joint_graph.is_tensor(OTHERS["var_mean"])
-    assert [name for name, node in OTHERS.items() if joint_graph.is_mutating(node)] == ["copy_"]
+    assert is_tensor(OTHERS["clone"])
+    assert not is_multi_output(OTHERS["clone"])
+    assert is_multi_output(OTHERS["var_mean"])
+    assert not is_tensor(OTHERS["var_mean"])
+    assert [name for name, node in OTHERS.items() if is_mutating(node)] == ["copy_"]
 
 
-WITHOUT_DROPOUT = call(ATEN._scaled_dot_product_flash_attention_for_cpu.default, KEY, KEY, KEY, 0.0)
+RANDOM = {
+    "rand_like": call(ATEN.rand_like.default, X),
+    "bernoulli": call(ATEN.bernoulli.p, X, 0.5),
+    "dropout": call(ATEN.native_dropout.default, X, 0.5, True),
+    "randn": call(ATEN.randn.default, [4]),
+    "seeds": call(torch.ops.prims.inductor_seeds.default, 2, torch.device("cpu")),
+    "attention": call(ATEN._scaled_dot_product_flash_attention_for_cpu.default, KEY, KEY, KEY, 0.0),
+}
+WITHOUT_DROPOUT = RANDOM.pop("attention")
 
 
 def flash(*dropout: float, **named: float) -> fx.Node:
@@ -95,10 +116,16 @@ def flash(*dropout: float, **named: float) -> fx.Node:
     return WITHOUT_DROPOUT.graph.call_function(target, arguments, {**named})
 
 
-@pytest.mark.parametrize("node", [flash(0.5), flash(dropout_p=0.5)], ids=["given", "by name"])
-def test_attention_with_dropout_does_not_run_again(node: fx.Node) -> None:
-    assert joint_graph.is_random(node)
-    assert not joint_graph.is_repeatable(node, frozenset())
+RANDOM |= {
+    "attention with dropout": flash(0.5),
+    "attention, dropout by name": flash(dropout_p=0.5),
+}
+
+
+@pytest.mark.parametrize("node", RANDOM.values(), ids=RANDOM)
+def test_random_calls_do_not_run_again(node: fx.Node) -> None:
+    assert is_random(node)
+    assert not is_repeatable(node, frozenset())
 
 
 @pytest.mark.parametrize(
@@ -115,15 +142,15 @@ def test_attention_without_dropout_runs_again(target: Any) -> None:
     graph = WITHOUT_DROPOUT.graph
     node = graph.call_function(target, (*WITHOUT_DROPOUT.args[:3], *extra))
     node.meta["val"] = (KEY,)
-    assert not joint_graph.is_random(node)
-    assert joint_graph.is_repeatable(node, frozenset())
+    assert not is_random(node)
+    assert is_repeatable(node, frozenset())
 
 
 def test_numbers_from_a_seed_are_repeatable() -> None:
     seed = torch.tensor(3)
     node = call(torch.ops.prims.inductor_random.default, [4], seed, "rand")
-    assert not joint_graph.is_random(node)
-    assert joint_graph.is_repeatable(node, frozenset())
+    assert not is_random(node)
+    assert is_repeatable(node, frozenset())
 
 
 class _Tag:
@@ -136,7 +163,7 @@ class _Tag:
     ids=["custom op", "copy_", "python function"],
 )
 def test_what_has_effects_or_is_unknown_does_not_run_again(node: fx.Node) -> None:
-    assert not joint_graph.is_repeatable(node, frozenset())
+    assert not is_repeatable(node, frozenset())
 
 
 @pytest.mark.parametrize(
@@ -152,10 +179,10 @@ def test_what_has_effects_or_is_unknown_does_not_run_again(node: fx.Node) -> Non
 def test_what_may_run_again(target: Any, meta: dict[str, Any], repeatable: bool) -> None:
     node = call(target, X)
     node.meta.update(meta)
-    assert joint_graph.is_repeatable(node, frozenset()) is repeatable
-    if not joint_graph.is_view(node):
+    assert is_repeatable(node, frozenset()) is repeatable
+    if not is_view(node):
         (source,) = node.all_input_nodes
-        assert not joint_graph.is_repeatable(node, frozenset({source}))  # which the step overwrites
+        assert not is_repeatable(node, frozenset({source}))  # which the step overwrites
 
 
 def test_inputs_that_the_step_overwrites() -> None:
@@ -182,7 +209,7 @@ def test_assertions_stay_in_the_forward() -> None:
 
     seen = capture(Net(run, linear=linear()), [batch(4, 8)])
     (check,) = seen.calls(ATEN._assert_async)
-    assert seen.joint.role[check] is joint_graph.Role.FORWARD
+    assert seen.joint.role[check] is Role.FORWARD
     assert len(calls(seen.forward.graph, ATEN._assert_async)) == 1
     assert seen.problem.op_of[check.name].phase == "forward"
 
@@ -190,9 +217,9 @@ def test_assertions_stay_in_the_forward() -> None:
 # --- accumulation -------------------------------------------------------------------------
 
 
-def joint_of(name: str) -> joint_graph.JointGraph:
+def joint_of(name: str) -> JointGraph:
     captured = nets.traced(name).joint
-    return joint_graph.read_joint_graph(copy_module(captured.module), captured.num_forward_outputs)
+    return read_joint_graph(copy_module(captured.module), captured.num_forward_outputs)
 
 
 def test_graph_with_calls_that_add_gradients(golden: Golden) -> None:

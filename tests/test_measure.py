@@ -23,6 +23,12 @@ from fxremat.memory.measured_peak import (
 from fxremat.whatif.largest_size import _in_dry_runs, _largest_of_torch
 from fxremat.whatif.symbolic_step import Expected, PeaksBySize
 
+# --- measure ------------------------------------------------------------------------------
+
+
+SIDE = 64
+SQUARE = SIDE * SIDE * 4  # bytes of one float32 matrix
+
 
 def steps() -> None:
     """Allocates 4,000, then 2,000 more, frees the first, then 12,000 more."""
@@ -60,6 +66,29 @@ def test_freeing_what_was_there_is_room_for_more() -> None:
     assert measure_peak(swap, held=list(box)).above_start_bytes == 6000
     # The list that was measured held the tensor; now only the box does.
     assert measure_peak(swap).above_start_bytes == 0
+
+
+def train(matrix: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Two matrix products with an exponential between; saves two matrices."""
+    return torch.sin(torch.exp(matrix @ weight) @ weight)
+
+
+def leaves() -> tuple[torch.Tensor, torch.Tensor]:
+    """A matrix and a weight that wants a gradient."""
+    generator = torch.Generator().manual_seed(0)
+    matrix = torch.randn(SIDE, SIDE, generator=generator)
+    return matrix, torch.randn(SIDE, SIDE, generator=generator).requires_grad_()
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "aot_eager"])
+def test_forward_alone(compiled: bool) -> None:
+    """At most three matrices live: exp's output while sin reads its argument and writes."""
+    function = torch.compile(train, backend="aot_eager") if compiled else train
+    matrix, weight = leaves()
+    with torch.no_grad():
+        function(matrix, weight)
+        peak = measure_peak(lambda: function(matrix, weight), held=[matrix, weight])
+    assert peak == MeasuredPeak(4 * SQUARE, 2 * SQUARE, 2 * SQUARE, "cpu")
 
 
 MATRIX = torch.empty(10, 10)
@@ -103,7 +132,7 @@ def test_held_bytes_of_a_device() -> None:
 
 def test_held_bytes_of_a_function() -> None:
     with pytest.raises(TypeError, match="cannot count the bytes of a function"):
-        held_bytes(steps)
+        held_bytes(train)
 
 
 def test_unknown_device() -> None:

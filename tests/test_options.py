@@ -43,10 +43,13 @@ def test_defaults() -> None:
 
 ACCEPTED = [
     ("memory_budget", "8GiB", 8 * 2**30),
+    ("memory_budget", "8GB", 8 * 10**9),
+    ("memory_budget", "1.5 GiB", 3 * 2**29),
     ("memory_budget", 2**30, 2**30),
     ("memory_budget", "1073741824", 2**30),
     ("memory_budget", "80%", 64 * 2**30),
     ("memory_budget", "100 %", DEVICE),
+    ("memory_budget", "300KiB", 300 * 1024),
     ("memory_budget", None, None),
     ("reserve", 0, 0),
     ("reserve", "2GiB", 2**31),
@@ -88,6 +91,8 @@ REFUSED = [
     ("memory_budget", float("nan"), "number of bytes"),
     ("memory_budget", [2**30], "number of bytes"),
     ("memory_budget", "plenty", "a size such as"),
+    ("memory_budget", "-8GiB", "a size such as"),
+    ("memory_budget", "8G", "a size such as"),
     ("memory_budget", "0%", "a percentage"),
     ("memory_budget", "101%", "a percentage"),
     ("memory_budget", "nan%", "a percentage"),

@@ -53,6 +53,13 @@ def where(run: PlacedRun, *tensors: torch.Tensor) -> list[int | None]:
     return [at // KIB if 0 <= at < block.nbytes else None for at in offsets]
 
 
+def test_buffers_lie_where_they_are_planned() -> None:
+    run = placed(half(3, None, 0))
+    found = run_at(run.forward, lambda: [ask() for _ in range(4)])
+    assert where(run, *found) == [3, None, 0, None]
+    assert [one.untyped_storage().nbytes() for one in found] == [KIB] * 4
+
+
 def test_code_without_places_asks_torch() -> None:
     run = placed(half(0))
     run_at(run.forward, list)

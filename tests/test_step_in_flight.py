@@ -20,6 +20,7 @@ from fxremat.step import scope
 from fxremat.step.in_flight import watch_in_flight
 from fxremat.step.promise import Promise, RunVersions
 from tests.end_to_end import measured, step, warned
+from tests.ranks import least_named
 from tests.small import Chain
 
 HOST = torch.device("cpu")
@@ -100,6 +101,21 @@ def test_inputs_are_not_kept_alive() -> None:
     gc.collect()
     assert there() is None
     assert also_there() is None
+
+
+def test_blocks_that_cannot_share_the_budget_are_refused_with_the_least() -> None:
+    model, tokens, given = chain(8)
+
+    def compile_within(budget: int) -> None:
+        torch._dynamo.reset()
+        for block in model.blocks:
+            block.compile(backend="fxremat", options={**given, "memory_budget": budget})
+
+    compile_within(1 << 20)
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as caught:
+        gradients(model, tokens)
+    compile_within(least_named(caught.value))
+    gradients(model, tokens)
 
 
 def test_micro_batches_are_told_of_only_where_forwards_wait() -> None:
