@@ -249,7 +249,7 @@ class _Piece:
             total = self.run.sums[wanted.number]
             assert isinstance(total, _RowSum), "no kernel adds to statistics"
             return total.total
-        return self.rows_of_slot(wanted.number, wanted.row_shape)
+        return self.rows_of_slot(wanted.number, (-1,))
 
     def rows_of_slot(self, slot: int, row_shape: Sequence[int]) -> torch.Tensor:
         numel, of_chunk = self.run.plan.slots[slot].numel, self.run.plan.slots[slot].of_chunk

@@ -231,7 +231,7 @@ def _again(region: Region, ignored: IgnoredRows | None, scale: Factor | None = N
     except (Refused, TypeError):
         return None
     if ignored is not None:
-        loops = ignored.leave_out(loops)
+        loops = tuple(map(ignored.leave_out, loops))
     if not loops or (scale is not None and len(loops) > 1):
         return None
     return partial(_Form, region, loops, scale=scale)
