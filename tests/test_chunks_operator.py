@@ -126,7 +126,7 @@ def test_an_operator_with_a_temporary_is_known_to_the_byte() -> None:
     if not hasattr(torch.ops.prims, "fma"):
         pytest.skip("this torch has no such operator")
     steps = (one("prims.fma.default", Ref(0), Ref(0), Ref(0), row_shape=(CLASSES,)),)
-    text = dump(Program(1, 0, (), steps, (1,)))
+    text = dump(Program(1, 0, steps, (1,)))
     x = torch.randn(64, CLASSES)
     assert workspace_too_large([x], [], text, 16, 16) == 0
     torch.testing.assert_close(ROWS([x], [], text, 16, 16)[0], x * x + x)

@@ -362,9 +362,7 @@ def kernel_key(module: fx.GraphModule) -> str | None:
         return code_key(module, is_backward=False)
 
 
-def decomposed(
-    function: Callable[..., object], inputs: Sequence[torch.Tensor]
-) -> fx.GraphModule:
+def decomposed(function: Callable[..., object], inputs: Sequence[torch.Tensor]) -> fx.GraphModule:
     """A trace in the operators that Inductor has kernels for; inside `for_a_kernel`."""
     table = inductor_decompositions()
     traced: fx.GraphModule = make_fx(function, decomposition_table=table)(*inputs)

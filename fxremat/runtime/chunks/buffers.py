@@ -135,8 +135,8 @@ def bases(program: Program, number: int) -> list[int]:
 
 def stages(program: Program) -> tuple[Stage, ...]:
     """What runs on chunks as early as it can, and what lies between as few stages of tiles."""
-    left = [n for n in range(program.start, program.start + len(program.loop))
-            if not is_view(program, n)]  # fmt: skip
+    numbers = range(program.first, program.first + len(program.loop))
+    left = [n for n in numbers if not is_view(program, n)]
     needs = {n: {b for r in program[n].reads for b in bases(program, r)} for n in left}
     missing, found, of_chunk = set(left), [], True
     while left:

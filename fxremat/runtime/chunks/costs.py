@@ -14,7 +14,6 @@ from fxremat.runtime.chunks.buffers import (
     MATMULS,
     REDUCTIONS,
     STATISTICS,
-    VIEWS,
     Stage,
     accumulates_in,
     extra_of_sum,
@@ -39,7 +38,7 @@ from fxremat.runtime.kernels import Inside, LibraryCall, Measure, pieces
 
 
 def workspace(*args: Any, measure: Measure, by_inductor: bool = False, **kwargs: Any) -> int:
-    """Slots, sums in the making, what is made before the loop, loose values, and rows in order.
+    """Slots, sums in the making, loose values, and rows in order.
 
     And what it takes to leave ignored rows out, however many there are.
 
@@ -53,12 +52,10 @@ def workspace(*args: Any, measure: Measure, by_inductor: bool = False, **kwargs:
         kernels = [few if is_worth_fusing(stage) else None for stage in call.plan.stages]
     else:
         kernels = [None if kernel is None else kernel.scratch for kernel in call.kernels]
-    before = [one for one in call.program.setup if one.op not in VIEWS]
     copied = [row for row in call.rows if not row.is_contiguous()]
     slots = sum(slot.nbytes(call.chunk, call.tile) for slot in call.plan.slots if slot.of_chunk)
     return (
         sum(row.numel() * row.dtype.itemsize for row in copied)
-        + sum(one.nbytes for one in before)
         + slots
         + bytes_to_leave_out(call, slots)
         + _scratch(call, kernels, measure)

@@ -15,10 +15,9 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import fx
@@ -97,7 +96,7 @@ def written(program: Program, stage: Stage) -> tuple[int, ...]:
     inside = set(stage.values)
     read = {
         base
-        for number, one in enumerate(program.loop, program.start)
+        for number, one in enumerate(program.loop, program.first)
         if number not in inside and not is_view(program, number)
         for reads in one.reads
         for base in bases(program, reads)
@@ -117,7 +116,7 @@ def read(program: Program, stage: Stage) -> tuple[int, ...]:
     return tuple(found)
 
 
-@dataclass
+@dataclass(frozen=True)
 class _KernelWriter:
     """What one stage does to ``tile`` rows; a kernel is written of a trace of it."""
 
@@ -126,7 +125,6 @@ class _KernelWriter:
     stage: Stage
     inputs: tuple[Shape, ...]
     tile: int
-    made: dict[int, torch.Tensor] = field(default_factory=dict)
 
     @property
     def device(self) -> torch.device:
@@ -154,34 +152,34 @@ class _KernelWriter:
     def like(self, memory: Memory) -> torch.Tensor:
         """A tensor like it, in the current (fake) mode."""
         one = None if memory.kind == "slot" else self.program.instruction(memory.number)
-        if memory.kind == "sum" and one is not None:
-            dtype = accumulates_in(one.dtype)
-            return torch.empty(one.row_shape, dtype=dtype, device=self.device)
+        sizes: tuple[int, ...]
         if memory.kind == "slot":
             slot = self.plan.slots[memory.number]
-            row_shape, dtype = (slot.numel,), slot.dtype
-        elif one is not None:
-            row_shape, dtype = one.row_shape, one.dtype
-        elif memory.number < self.program.num_rows:
+            sizes, dtype = (self.tile, slot.numel), slot.dtype
+        elif one is None:
             given = self.inputs[memory.number]
-            row_shape, dtype = given.sizes[1:], given.dtype
+            if memory.number >= self.program.num_rows:
+                return given.empty()
+            sizes, dtype = (self.tile, *given.sizes[1:]), given.dtype
+        elif one.kind == "sum":
+            sizes, dtype = one.row_shape, accumulates_in(one.dtype)
         else:
-            return self.inputs[memory.number].empty()
-        return torch.empty((self.tile, *row_shape), dtype=dtype, device=self.device)
+            sizes, dtype = (self.tile, *one.row_shape), one.dtype
+        return torch.empty(sizes, dtype=dtype, device=self.device)
 
     def run(self, *given: torch.Tensor) -> tuple[()]:
         """Compute the stage in this memory."""
         held = dict(zip(self.memory, given, strict=True))
         kept = set(written(self.program, self.stage))
-        self.made = {}
+        known: dict[int, torch.Tensor] = {}
 
         def value(number: int) -> torch.Tensor:
-            if number not in self.made:
+            if number not in known:
                 if is_view(self.program, number):
-                    self.made[number] = self.program[number].run(value, self.tile)
+                    known[number] = self.program[number].run(value, self.tile)
                 else:
-                    self.made[number] = self.shaped(held[self.memory_of(number)], number)
-            return self.made[number]
+                    known[number] = self.shaped(held[self.memory_of(number)], number)
+            return known[number]
 
         for number in self.stage.values:
             one = self.program[number]
@@ -193,8 +191,8 @@ class _KernelWriter:
             made = self.computed(one, value)
             if number in kept:  # whoever reads on reads it there
                 place = held[self.memory_of(number)]
-                made = self.shaped(place.copy_(made.view(place.shape)), number)
-            self.made[number] = made
+                made = self.shaped(place.copy_(made.reshape(place.shape)), number)
+            known[number] = made
         return ()
 
     def shaped(self, memory: torch.Tensor, number: int) -> torch.Tensor:

@@ -129,10 +129,7 @@ class _Execution:
         # a compiler may have given them other strides
         self.rows = [row.contiguous() for row in call.rows]
         self.device = call.rows[0].device
-        first = self.program.num_rows
-        self.values: dict[int, torch.Tensor] = dict(enumerate(call.whole, first))
-        for number, one in enumerate(self.program.setup, self.program.first):
-            self.values[number] = one.run(self.values.__getitem__, 0)
+        self.values = dict(enumerate(call.whole, self.program.num_rows))
         fused = {
             number
             for stage, kernel in zip(self.plan.stages, self.kernels, strict=True)

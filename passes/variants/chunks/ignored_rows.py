@@ -172,16 +172,16 @@ class IgnoredRows:
 
         Of a result that is not known here, nothing is read outside: the region has grown so far.
         """
-        program, rows, first = loop.program, loop.rows, loop.program.num_rows
+        program, rows, label = loop.program, loop.rows, self.label.node
         known = (self.value(node) for node in loop.results)
         results = tuple(0 if value is None else value.number for value in known)
-        if self.label.node not in rows:  # one more row input, which nothing reads
-            rows = (*rows, self.label.node)
+        if label not in dict(rows):  # one more row input, which nothing reads
+            rows, first = (*rows, (label, row_shape_of(label, self.region.rows) or ())), len(rows)
             program = program.renumbered(lambda n: n + (n >= first), first + 1, program.num_whole)
-        values = map(self.value, rows)
+        nodes = [node for node, _ in rows]
+        values = map(self.value, nodes)
         inputs = tuple(None if value is None else value.number for value in values)
-        place = rows.index(self.label.node)
-        ignored = Ignored(place, self.label.number, inputs, results)
+        ignored = Ignored(nodes.index(label), self.label.number, inputs, results)
         return replace(loop, rows=rows, program=replace(program, ignored=ignored))
 
 

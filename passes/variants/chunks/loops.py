@@ -33,45 +33,44 @@ import torch
 from torch import fx
 
 from fxremat.passes.joint_graph import reached
-from fxremat.passes.nodes import dtype_of, first_operand, packet_name, shape_of
+from fxremat.passes.nodes import Shape, dtype_of, first_operand, packet_name, shape_of
 from fxremat.passes.variants.chunks.operators import Operand, Result, operands, row_shape_of
 from fxremat.passes.variants.chunks.regions import Region
 from fxremat.runtime.chunks.program import Instruction, Kind, Program, Ref, RowCount
 
 BLOCK = 1 << 40
 """While a program is being written, whole inputs and so on are numbered from multiples of this."""
-_ROWS, _WHOLE, _SETUP, _LOOP = range(4)
+_ROWS, _WHOLE, _LOOP = range(3)
 
 
 class Refused(Exception):
     """A region that cannot be written as loops."""
 
 
+Input = tuple[fx.Node, Shape]
+"""A node as an input of a loop, and the shape that is read: behind the rows, or of the whole."""
+
+
 @dataclass(frozen=True)
 class Loop:
-    """A call to be: its inputs, and the nodes that its results stand for.
+    """A call to be: its inputs, and the nodes that its results stand for."""
 
-    ``dense`` are row inputs that must be dense behind their rows, because they are reshaped.
-    """
-
-    rows: tuple[fx.Node, ...]
-    whole: tuple[fx.Node, ...]
-    dense: frozenset[fx.Node]
+    rows: tuple[Input, ...]
+    whole: tuple[Input, ...]
     program: Program
     results: tuple[fx.Node, ...]
 
 
 class _ProgramWriter:
-    """Writes the program of one loop; ``blocks`` are its row inputs, whole inputs, setup, loop."""
+    """Writes the program of one loop; ``blocks`` are its row inputs, whole inputs, and calls."""
 
     def __init__(self, region: Region, stops: Callable[[fx.Node, Kind], bool]) -> None:
         self.region, self.stops = region, stops
-        self.blocks: tuple[list[Any], ...] = ([], [], [], [])
-        self.dense: set[fx.Node] = set()
+        self.blocks: tuple[list[Any], ...] = ([], [], [])
         self.made: dict[tuple[fx.Node, Kind], int] = {}
-        self.reshaped_values: dict[tuple[int, tuple[int, ...]], int] = {}
+        self.read: dict[Operand, int] = {}
 
-    def add(self, one: fx.Node | Instruction, block: int = _LOOP) -> int:
+    def add(self, one: Input | Instruction, block: int = _LOOP) -> int:
         self.blocks[block].append(one)
         return block * BLOCK + len(self.blocks[block]) - 1
 
@@ -98,40 +97,25 @@ class _ProgramWriter:
 
     def argument(self, parts: list[int], one: Any) -> Any:
         if isinstance(one, Operand):
-            return Ref(self.value(one))
+            if one not in self.read:
+                self.read[one] = self.value(one)
+            return Ref(self.read[one])
         return Ref(parts[one.position]) if isinstance(one, Result) else one
 
     def value(self, wanted: Operand) -> int:
+        """What is computed here, seen in the wanted shape; else an input of that shape."""
         node, kind = wanted.node, wanted.kind
-        if (node, kind) not in self.made:
-            self.made[node, kind] = self.input(node, kind)
-        number = self.made[node, kind]
-        own = shape_of(node) if kind == "whole" else row_shape_of(node, self.region.rows)
-        if kind == "last" or own == wanted.row_shape:
+        number = self.made.get((node, kind))
+        if number is None:
+            return self.input(wanted)
+        if kind == "last" or row_shape_of(node, self.region.rows) == wanted.row_shape:
             return number
-        return self.reshaped(number, wanted)
+        args = (Ref(self.as_dense(number)), (RowCount(), *wanted.row_shape))
+        view = "aten.view.default"
+        return self.add(Instruction(view, args, {}, "row", wanted.row_shape, dtype_of(node)))
 
-    def reshaped(self, number: int, wanted: Operand) -> int:
-        """A look at a value in another shape; it has to be dense."""
-        key = number, wanted.row_shape
-        if key not in self.reshaped_values:
-            is_whole = wanted.kind == "whole"
-            shape: tuple[Any, ...] = wanted.row_shape
-            if not is_whole:
-                number = self.as_dense(number, wanted.node)
-                shape = (RowCount(), *shape)
-            view = Instruction(
-                "aten.view.default", (Ref(number), shape), {}, "whole" if is_whole else "row",
-                wanted.row_shape, dtype_of(wanted.node),
-            )  # fmt: skip
-            self.reshaped_values[key] = self.add(view, _SETUP if is_whole else _LOOP)
-        return self.reshaped_values[key]
-
-    def as_dense(self, number: int, node: fx.Node) -> int:
+    def as_dense(self, number: int) -> int:
         """The value itself if its memory is dense, else a copy."""
-        if number < BLOCK:
-            self.dense.add(node)
-            return number
         one = self.blocks[_LOOP][number - _LOOP * BLOCK]
         if one.op not in ("aten.permute.default", "aten.expand.default", "aten.slice.Tensor",
                           "aten.select.int"):  # fmt: skip
@@ -140,17 +124,18 @@ class _ProgramWriter:
             replace(one, op="aten.clone.default", args=(Ref(number),), kwargs={}, kind="row")
         )
 
-    def input(self, node: fx.Node, kind: Kind) -> int:
+    def input(self, wanted: Operand) -> int:
+        node, kind = wanted.node, wanted.kind
         is_look = self.region.is_view(node) and node in self.region.kinds
         if kind not in ("row", "whole") or is_look:
             raise Refused(f"{node} is no input of a loop")
-        return self.add(node, _ROWS if kind == "row" else _WHOLE)
+        return self.add((node, wanted.row_shape), _ROWS if kind == "row" else _WHOLE)
 
     def program(self, results: list[fx.Node]) -> Program:
         starts = list(accumulate(map(len, self.blocks), initial=0))
         made = tuple(self.made[node, self.region.kinds[node]] for node in results)
-        rows, whole, setup, loop = self.blocks
-        return Program(0, 0, tuple(setup), tuple(loop), made).renumbered(
+        rows, whole, loop = self.blocks
+        return Program(0, 0, tuple(loop), made).renumbered(
             lambda n: starts[n // BLOCK] + n % BLOCK, len(rows), len(whole)
         )
 
@@ -159,13 +144,14 @@ class _ProgramWriter:
         rows, whole, *_ = self.blocks
         if not rows:
             raise Refused("a loop without rows")
-        row_shapes = [row_shape_of(node, self.region.rows) or () for node in rows]
-        program = with_one_hot_rows(self.program(results), row_shapes, whole)
+        program = with_one_hot_rows(self.program(results), rows, whole)
         program, rows_read, whole_read = without_unused(program)
         return Loop(
-            tuple(rows[n] for n in rows_read), tuple(whole[n] for n in whole_read),
-            frozenset(self.dense), program, tuple(results),
-        )  # fmt: skip
+            tuple(rows[n] for n in rows_read),
+            tuple(whole[n] for n in whole_read),
+            program,
+            tuple(results),
+        )
 
 
 def plan_loops(region: Region, level: Mapping[fx.Node, int]) -> list[Loop]:
@@ -183,7 +169,7 @@ def plan_loops(region: Region, level: Mapping[fx.Node, int]) -> list[Loop]:
             return level[node] < now and (kind == "sum" or (narrow and node in depending_on_big))
 
         loops.append(_ProgramWriter(region, stops).as_loop(results))
-        for node in (*loops[-1].rows, *loops[-1].whole):
+        for node, _ in (*loops[-1].rows, *loops[-1].whole):
             if node in region.kinds:
                 wanted.setdefault(level[node], set()).add(node)
     return loops[::-1]
@@ -235,17 +221,14 @@ def constant_of(node: fx.Node) -> float | str | None:
 class _Simplifier:
     """Walks a program once; new instructions go where the old ones are."""
 
-    def __init__(
-        self, program: Program, shapes: Sequence[tuple[int, ...]], facts: dict[int, Fact]
-    ) -> None:
-        self.program, self.facts = program, facts
-        self.shapes = [*shapes, *(one.row_shape for one in program.setup)]
+    def __init__(self, program: Program, shapes: list[Shape], facts: dict[int, Fact]) -> None:
+        self.program, self.shapes, self.facts = program, shapes, facts
         self.loop: list[Instruction] = []
         self.placed_elements: dict[OneHotRow, tuple[int, int]] = {}
 
     def run(self) -> Program:
         renamed: dict[int, int] = {}
-        for number, one in enumerate(self.program.loop, self.program.start):
+        for number, one in enumerate(self.program.loop, self.program.first):
             one = one.renumbered(lambda n: renamed.get(n, n))
             numbers = [a.number for a in one.args if isinstance(a, Ref)]
             found = None if one.kwargs else self.replacement(one, numbers)
@@ -268,10 +251,10 @@ class _Simplifier:
         return self.append(Instruction(op, args, {}, "row", row_shape, dtype or like.dtype))
 
     def made_by(self, number: int) -> Instruction | None:
-        return self.loop[number - self.program.start] if number >= self.program.start else None
+        return self.loop[number - self.program.first] if number >= self.program.first else None
 
     def is_one_a_row(self, number: int) -> bool:
-        has_rows = number < self.program.num_rows or number >= self.program.start
+        has_rows = number < self.program.num_rows or number >= self.program.first
         return has_rows and self.shapes[number] == (1,)
 
     def fact(self, one: Instruction, numbers: list[int]) -> Fact | None:
@@ -362,30 +345,19 @@ def without_unused(program: Program) -> tuple[Program, list[int], list[int]]:
 
     Without any rows there would be no number of rows, so one row input stays.
     """
-    first, start = program.first, program.start
-    read = reached(
-        (*program.results, *range(first, start)), lambda n: program[n].reads if n >= first else ()
-    )
+    first = program.first
+    read = reached(program.results, lambda n: program[n].reads if n >= first else ())
     rows = [n for n in range(program.num_rows) if n in read] or [0]
     whole = [n for n in range(program.num_rows, first) if n in read]
-    loop = [n for n in range(start, start + len(program.loop)) if n in read]
-    numbers = {old: new for new, old in enumerate([*rows, *whole, *range(first, start), *loop])}
+    loop = [n for n in range(first, first + len(program.loop)) if n in read]
+    numbers = {old: new for new, old in enumerate([*rows, *whole, *loop])}
     left = replace(program, loop=tuple(program[n] for n in loop))
     made = left.renumbered(numbers.__getitem__, len(rows), len(whole))
     return made, rows, [n - program.num_rows for n in whole]
 
 
-def with_one_hot_rows(
-    program: Program, rows: Sequence[tuple[int, ...]], whole: Sequence[fx.Node]
-) -> Program:
-    """The program with one-hot rows as indices and elements.
-
-    ``rows`` are the shapes of row inputs behind their rows, ``whole`` the nodes of whole inputs.
-    """
-    known = enumerate(map(constant_of, whole), program.num_rows)
+def with_one_hot_rows(program: Program, rows: Sequence[Input], whole: Sequence[Input]) -> Program:
+    """The program with one-hot rows as indices and elements."""
+    known = enumerate((constant_of(node) for node, _ in whole), program.num_rows)
     facts: dict[int, Fact] = {number: found for number, found in known if found is not None}
-    for number, one in enumerate(program.setup, program.first):
-        (source,) = one.reads
-        if source in facts:
-            facts[number] = facts[source]
-    return _Simplifier(program, [*rows, *(shape_of(node) or () for node in whole)], facts).run()
+    return _Simplifier(program, [shape for _, shape in (*rows, *whole)], facts).run()
