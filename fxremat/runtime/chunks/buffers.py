@@ -12,10 +12,9 @@ else is as large as a tile.
 A *slot* is memory that values share whose lives do not overlap; all slots are allocated before the
 first chunk. Rows are independent: two values may share a slot if they never have the same row in it
 at one time. A value may take over the slot of an operand that is read for the last time by the very
-instruction that computes it, if that goes element by element. Instructions whose operator cannot
-write into given memory make a new tensor, which lives until it was read for the last time: it is
-*loose*. That is all the memory there is, so the bytes of a call follow from the program, but for
-the scratch memory of convolutions.
+instruction that computes it, if that goes element by element. An operator that cannot write into
+given memory makes a new tensor, which is copied there at once. That is all the memory there is, so
+the bytes of a call follow from the program, but for the scratch memory of convolutions.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ _ELEMENTWISE = frozenset(
         "logical_or", "logical_not", "bitwise_and", "bitwise_or", "bitwise_not", "bitwise_xor",
         "square", "gelu", "silu", "sign", "sigmoid_backward", "tanh_backward",
         "threshold_backward", "gelu_backward", "silu_backward", "atan2", "clamp_min", "clamp_max",
-        "floor", "ceil", "round", "trunc", "remainder", "fmod", "softplus", "leaky_relu",
+        "floor", "ceil", "round", "trunc", "remainder", "fmod", "softplus", "leaky_relu", "fma",
     }
 )  # fmt: skip
 _REDUCING = frozenset(
@@ -76,6 +75,8 @@ _REDUCING = frozenset(
 @functools.cache
 def out_form(op: str) -> Any | None:
     """The overload of ``op`` that writes into ``out`` and allocates nothing; None without one."""
+    if op == "prims.fma.default":
+        return lambda left, right, added, out: torch.addcmul(added, left, right, out=out)
     if op.split(".")[1] not in _ELEMENTWISE | _REDUCING and op not in MATMULS:
         return None
     functional = overload(op)
@@ -155,22 +156,17 @@ def stages(program: Program) -> tuple[Stage, ...]:
 
 @dataclass(frozen=True)
 class Layout:
-    """Stages, and of each value of the loop its slot; ``loose`` values have none.
-
-    ``dies`` says, of each instruction, which loose values it reads for the last time.
-    """
+    """Stages, and of each value of the loop that is no result its slot."""
 
     stages: tuple[Stage, ...]
     slots: tuple[Slot, ...]
     slot_of: dict[int, int]
-    loose: frozenset[int]
-    dies: dict[int, tuple[int, ...]]
-    size_of_loose: tuple[tuple[int, int], ...]
-    """Bytes of loose values at each instruction on tiles, for each row, and for its numbers."""
+    temporary: frozenset[tuple[int, int]]
+    """Bytes that instructions on tiles make on the way, for each row, and for their numbers."""
 
-    def most_loose(self, tile: int) -> int:
+    def most_temporary(self, tile: int) -> int:
         """Bytes beside the slots at the worst instruction."""
-        bytes_at = (tile * each + fixed for each, fixed in self.size_of_loose)
+        bytes_at = (tile * each + fixed for each, fixed in self.temporary)
         return max(bytes_at, default=0) if tile else 0
 
 
@@ -240,54 +236,25 @@ class _Assigner:
         self.slots[position].lives.append(life)
         self.slot_of[number] = position
 
-    def needs_slot(self, number: int) -> bool:
-        one = self.program[number]
-        if one.kind == "sum" or number in self.program.results:
-            return False
-        return self.outlives(number) or self.writes_into(one)
-
-    @staticmethod
-    def writes_into(one: Instruction) -> bool:
-        return one.op in COPIES or one.op in IN_PLACE or out_form(one.op) is not None
-
     def layout(self) -> Layout:
-        wanted = [n for n in self.order if self.needs_slot(n)]
+        results, program = set(self.program.results), self.program
+        wanted = [n for n in self.order if program[n].kind != "sum" and n not in results]
         for number in sorted(wanted, key=lambda n: (not self.outlives(n), self.time[n])):
             self.assign(number)
-        loose = [n for n in self.order if self.is_loose(n)]
-        dies: dict[int, list[int]] = {}
-        for number in loose:
-            dies.setdefault(self.order[self.life_of_loose(number)[1]], []).append(number)
-        return Layout(
-            self.stages, tuple(self.slots), self.slot_of, frozenset(loose),
-            {n: tuple(d) for n, d in dies.items()}, self.size_of_loose(loose),
-        )  # fmt: skip
-
-    def is_loose(self, number: int) -> bool:
-        one = self.program[number]
-        return one.kind != "sum" and not self.writes_into(one)
-
-    def life_of_loose(self, number: int) -> tuple[int, int]:
-        """A loose value with a slot or a result is copied there at once."""
-        start, end = self.life(number)
-        copied = number in self.slot_of or number in self.program.results
-        return (start, start) if copied else (start, end)
-
-    def size_of_loose(self, loose: list[int]) -> tuple[tuple[int, int], ...]:
-        found, lives = [], {n: self.life_of_loose(n) for n in loose}
-        for at, number in enumerate(self.order):
-            if self.stages[self.stage_of[number]].of_chunk:
-                continue  # what outlives its stage has a slot; what a call takes is counted apart
-            now = self.program[number]
-            alive = [self.program[n] for n, (begin, end) in lives.items() if begin <= at <= end]
-            alive += [now] if now.op in _WITH_TEMPORARY else []
-            of_row = sum(one.nbytes for one in alive)
-            found.append((of_row, bytes_for_numbers(self.program, now)))
-        return tuple(dict.fromkeys(found))
+        on_tiles = [program[n] for stage in self.stages if not stage.of_chunk for n in stage.values]
+        temporary = (
+            (0 if writes_into(one) else one.nbytes, bytes_for_numbers(program, one))
+            for one in on_tiles
+        )
+        return Layout(self.stages, tuple(self.slots), self.slot_of, frozenset(temporary))
 
 
-_WITH_TEMPORARY = frozenset({"prims.fma.default"})
-"""Loose operators that make a tensor of the size of their result on the way."""
+def writes_into(one: Instruction) -> bool:
+    """Whether an instruction makes no tensor of its own: sums have room of theirs."""
+    into = one.op in COPIES or one.op in IN_PLACE or out_form(one.op) is not None
+    return into or one.kind == "sum"
+
+
 _WITH_TENSORS = {f"aten.{name}.Tensor" for name in ("add", "sub", "mul", "div")}
 _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 _WITH_NUMBERS = {f"aten.{name}.Scalar" for name in (*_COMPARISONS, "remainder", "fmod")}

@@ -38,7 +38,7 @@ from fxremat.runtime.kernels import Inside, LibraryCall, Measure, pieces
 
 
 def workspace(*args: Any, measure: Measure, by_inductor: bool = False, **kwargs: Any) -> int:
-    """Slots, sums in the making, loose values, and rows in order.
+    """Slots, sums in the making, temporaries, and rows in order.
 
     And what it takes to leave ignored rows out, however many there are.
 

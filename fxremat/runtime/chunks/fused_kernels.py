@@ -218,7 +218,7 @@ class _KernelWriter:
 def set_aside(plan: Layout, tile: int) -> int:
     """Bytes of the layout that a fused stage has no use for."""
     slots = sum(slot.nbytes(tile, tile) for slot in plan.slots if not slot.of_chunk)
-    return slots + plan.most_loose(tile)
+    return slots + plan.most_temporary(tile)
 
 
 def _room(program: Program, plan: Layout, tile: int, device: str) -> int:

@@ -13,7 +13,7 @@ What stands between two matmuls or convolutions runs operator by operator. With 
 one kernel (`fused_kernels`), but for the last rows of a chunk if they are fewer than a tile.
 
 The operator is pure. Beside its results a call takes the bytes that are laid out before the first
-chunk, and those of loose values and convolutions.
+chunk, and those of convolutions and of operators that cannot write into given memory.
 """
 
 from __future__ import annotations
@@ -221,8 +221,6 @@ class _Piece:
                     total.add(args[0])
             else:
                 self.write(number, one)
-            for dead in self.run.plan.dies.get(number, ()):
-                self.seen.pop(dead, None)
 
     def compute_tile(self, values: Sequence[int]) -> None:
         """Operator by operator, where no kernel does it; the memory is there for as long."""
@@ -278,13 +276,6 @@ class _Piece:
         return self.rows_of_slot(run.plan.slot_of[number], one.row_shape)
 
     def write(self, number: int, one: Instruction) -> None:
-        if number in self.run.plan.loose:
-            made = one.run(self.value, self.count)
-            if number in self.run.plan.slot_of or number in self.run.results:
-                self.value(number).copy_(made)
-            else:
-                self.seen[number] = made
-            return
         out = self.value(number)
         if one.op in COPIES or one.op in IN_PLACE:
             assert isinstance(one.args[0], Ref)
@@ -294,11 +285,11 @@ class _Piece:
             if one.op in IN_PLACE:
                 args = with_values(one.args[1:], self.value, self.count)
                 IN_PLACE[one.op](out, *args, **one.kwargs)
-            return
-        form = out_form(one.op)
-        assert form is not None
-        args, named = one.arguments(self.value, self.count)
-        form(*args, **named, out=out)
+        elif (form := out_form(one.op)) is not None:
+            args, named = one.arguments(self.value, self.count)
+            form(*args, **named, out=out)
+        else:
+            out.copy_(one.run(self.value, self.count))
 
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
