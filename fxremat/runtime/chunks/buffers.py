@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field
-from math import prod
 from typing import Any
 
 import torch
@@ -308,27 +307,25 @@ def adds_straight(one: Instruction, device: str) -> bool:
     return one.op in MATMULS and (accumulates_in(one.dtype) == one.dtype or device == "cuda")
 
 
-def extra_of_sum(one: Instruction, device: str) -> int:
-    """Bytes that a sum over rows takes beside its result, on a device of this type.
+def of_total(one: Instruction) -> int:
+    """Bytes of a sum so far, beside its result: something only where that is of low precision.
 
-    Statistics are a mean and a sum of squares. A matmul that `adds_straight` has the sum so far, if
-    that is not the result; any other one of low precision the partial sum, the same as float32, and
-    the sum so far. Any other sum has a partial sum and, in low precision, the sum so far.
+    Statistics are a mean and a sum of squares.
     """
     wide = accumulates_in(one.dtype)
-    if adds_straight(one, device):
-        return of_total(one)
-    size = prod(one.row_shape)
-    if one.op in CONVOLUTIONS:  # what a chunk adds is counted with what the call takes
-        return 0 if wide == one.dtype else size * 2 * wide.itemsize
     if one.op in STATISTICS:
-        return 2 * size * one.dtype.itemsize
-    if one.op in MATMULS:
-        return size * (2 * wide.itemsize + one.dtype.itemsize)
-    return size * wide.itemsize * (1 if wide == one.dtype else 2)
+        return 2 * one.nbytes
+    return 0 if wide == one.dtype else one.numel * wide.itemsize
 
 
-def of_total(one: Instruction) -> int:
-    """Bytes of a sum so far, beside its result: something only where that is of low precision."""
+def while_adding(one: Instruction, device: str) -> int:
+    """Bytes that a sum takes while some rows are added to it, on a device of this type.
+
+    That is what they add up to; in low precision, the same in the type of the sum as well.
+    """
+    if one.op in STATISTICS or adds_straight(one, device):
+        return 0
+    in_low_precision = one.nbytes if one.op in MATMULS | CONVOLUTIONS else 0
     wide = accumulates_in(one.dtype)
-    return 0 if wide == one.dtype else prod(one.row_shape) * wide.itemsize
+    is_wide = bool(in_low_precision) and wide == one.dtype
+    return in_low_precision + (0 if is_wide else one.numel * wide.itemsize)

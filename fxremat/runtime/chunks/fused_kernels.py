@@ -40,10 +40,9 @@ from fxremat.runtime.chunks.buffers import (
     Stage,
     accumulates_in,
     bases,
-    extra_of_sum,
     is_view,
     layout,
-    of_total,
+    while_adding,
 )
 from fxremat.runtime.chunks.program import Instruction, Program, overload, parse
 
@@ -229,7 +228,7 @@ def _room(program: Program, plan: Layout, tile: int, device: str) -> int:
     in the dry run of the code.
     """
     sums = [one for one in program.loop if one.kind == "sum" and one.op not in MATMULS]
-    partial = sum(extra_of_sum(one, device) - of_total(one) for one in sums)
+    partial = sum(while_adding(one, device) for one in sums)
     return set_aside(plan, tile) + partial + tile * CACHE_LINE_BYTES
 
 

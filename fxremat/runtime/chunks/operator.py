@@ -48,75 +48,41 @@ _ATEN = torch.ops.aten
 
 
 class _RowSum:
-    """A sum over all rows, while it is being added up."""
+    """A sum over all rows, while it is being added up: in float32 or better."""
 
     def __init__(self, one: Instruction, result: torch.Tensor, is_fused: bool) -> None:
-        self.one, self.result, self.wide = one, result, accumulates_in(one.dtype)
-        self.is_wide = self.wide == one.dtype
-        self.is_straight = adds_straight(one, result.device.type)
-        self.total = self.result if self.is_wide else self._new(self.wide)
-        self.partial: torch.Tensor | None = None
-        self.cast: torch.Tensor | None = None
-        self.is_fused, self.is_empty = is_fused, not is_fused
+        self.one, self.result, wide = one, result, accumulates_in(one.dtype)
+        self.total = result if wide == one.dtype else torch.empty_like(result, dtype=wide)
+        self.is_empty = not is_fused
         if is_fused:
             self.total.zero_()  # a kernel only adds
-        else:
-            self._make_room()
-
-    def _make_room(self) -> None:
-        """Make room for what some rows add up to; beside a kernel only while it is needed."""
-        if self.is_straight:
-            return
-        if self.one.op in CONVOLUTIONS:
-            self.cast = None if self.is_wide else self._new(self.wide)
-        elif self.one.op not in MATMULS:
-            self.partial = self._new(self.wide)
-        else:
-            self.partial, self.cast = self._new(self.one.dtype), self._new(self.wide)
-
-    def _new(self, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(self.one.row_shape, dtype=dtype, device=self.result.device)
 
     def add(self, args: list[Any], kwargs: dict[str, Any]) -> None:
-        if self.is_fused:
-            self._make_room()
-        if self.is_straight:
-            self._add_straight(*args)
-            return
-        if self.one.op in CONVOLUTIONS:
-            self._take(overload(self.one.op)(*args, **kwargs))
-            return
-        made_in = self.one.dtype if self.one.op in MATMULS else self.wide
-        is_first = self.is_empty and self.total.dtype == made_in
-        target, form = self.total if is_first else self.partial, out_form(self.one.op)
-        assert form is not None
-        assert target is not None
-        form(*args, **kwargs, out=target)
-        self._take(target)
-        if self.is_fused:
-            self.partial = None
+        total, op = self.total, self.one.op
+        if adds_straight(self.one, total.device.type):
+            self._add_product(*args)
+        else:
+            if op not in MATMULS | CONVOLUTIONS:
+                kwargs = {**kwargs, "dtype": total.dtype}
+            made = overload(op)(*args, **kwargs)
+            if self.is_empty:
+                total.copy_(made)
+            else:
+                total.add_(made.to(total.dtype))
+        self.is_empty = False
 
-    def _add_straight(self, left: torch.Tensor, right: torch.Tensor) -> None:
+    def _add_product(self, left: torch.Tensor, right: torch.Tensor) -> None:
         total, times = self.total, float(not self.is_empty)
-        if self.is_wide:
+        if total is self.result:
             torch.addmm(total, left, right, beta=times, out=total)
         elif not is_fake(total):  # torch 2.11 has no shapes for this one
             _ATEN.addmm.dtype_out(total, left, right, total.dtype, beta=times, out=total)
-        self.is_empty = False
-
-    def _take(self, made: torch.Tensor) -> None:
-        if made is not self.total:
-            if self.is_empty:
-                self.total.copy_(made)
-            else:
-                self.total.add_(made if self.cast is None else self.cast.copy_(made))
-        self.is_empty = False
 
     def finish(self, _: Instruction) -> torch.Tensor:
         """The sum, zero where there were no rows."""
         if self.is_empty:
             return self.result.zero_()
-        return self.result if self.is_wide else self.result.copy_(self.total)
+        return self.result if self.total is self.result else self.result.copy_(self.total)
 
 
 class _Execution:
