@@ -35,7 +35,6 @@ from fxremat.runtime.chunks.buffers import (
     VIEWS,
     accumulates_in,
     adds_straight,
-    bases,
     out_form,
 )
 from fxremat.runtime.chunks.call import CountedRows, RowsCall, flops, leaves_out
@@ -158,12 +157,9 @@ class _Execution:
                 chunk.compute(stage.values)
                 continue
             for a, b in pieces(chunk.count, tile):
-                is_all = b - a == chunk.count
-                part = chunk if is_all else _Piece(self, chunk.start, chunk.a + a, chunk.a + b)
-                if kernel is not None and b - a == tile:
-                    kernel.run([part.memory(one) for one in kernel.memory])
-                else:
-                    part.compute_tile(stage.values)
+                part = _Piece(self, chunk.start, chunk.a + a, chunk.a + b)
+                part.compute_tile(stage.values, kernel if b - a == tile else None)
+                del part  # and its memory
 
 
 class _Piece:
@@ -188,20 +184,14 @@ class _Piece:
             else:
                 self.write(number, one)
 
-    def compute_tile(self, values: Sequence[int]) -> None:
-        """Operator by operator, where no kernel does it; the memory is there for as long."""
+    def compute_tile(self, values: Sequence[int], kernel: Kernel | None) -> None:
+        """By a kernel, or else operator by operator."""
+        if kernel is not None:
+            kernel.run([self.memory(one) for one in kernel.memory])
+            return
         if any(self.run.kernels):
             self.own = self.run.slots(self.count, of_chunk=False)
         self.compute(values)
-        if self.own:
-            self.own = {}
-            self.seen = {n: t for n, t in self.seen.items() if not self.is_of_tile(n)}
-
-    def is_of_tile(self, number: int) -> bool:
-        """Whether what was looked at lies in a slot of the tile."""
-        plan = self.run.plan
-        slots = [plan.slot_of.get(base) for base in bases(self.run.program, number)]
-        return any(slot is not None and not plan.slots[slot].of_chunk for slot in slots)
 
     def memory(self, wanted: Memory) -> torch.Tensor:
         if wanted.kind == "value":
