@@ -26,7 +26,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate
 from typing import Any, Literal
 
 import torch
@@ -172,23 +171,24 @@ class _ProgramWriter:
         return number
 
     def as_loop(self, results: list[fx.Node]) -> Loop:
+        """The loop, less what nobody reads; one row input stays: it has the number of rows."""
         self.write(results)
-        starts = list(accumulate(map(len, self.blocks), initial=0))
-        made = tuple(self.made[node, self.region.kinds[node]] for node in results)
-        rows, whole, loop = self.blocks
-        program, rows_read, whole_read = without_unused(
-            Program(0, 0, tuple(loop), made).renumbered(
-                lambda n: starts[n // BLOCK] + n % BLOCK, len(rows), len(whole)
-            )
-        )
+        made = [self.made[node, self.region.kinds[node]] for node in results]
+        rows, whole, calls = self.blocks
         if not rows:
             raise Refused("a loop without rows")
-        return Loop(
-            tuple(rows[n] for n in rows_read),
-            tuple(whole[n] for n in whole_read),
-            program,
-            tuple(results),
+        first = _LOOP * BLOCK
+        read = reached(made, lambda n: calls[n - first].reads if n >= first else ())
+        read |= {0} if min(read) >= BLOCK else set()
+        numbers = {old: new for new, old in enumerate(sorted(read))}
+        rows, whole, calls = (
+            [one for place, one in enumerate(block) if start * BLOCK + place in read]
+            for start, block in enumerate(self.blocks)
         )
+        loop = tuple(one.renumbered(numbers.__getitem__) for one in calls)
+        places = tuple(map(numbers.__getitem__, made))
+        program = Program(len(rows), len(whole), loop, places)
+        return Loop(tuple(rows), tuple(whole), program, tuple(results))
 
     # --- one-hot rows
 
@@ -283,22 +283,6 @@ class _ProgramWriter:
             element = call("aten.neg.default", Ref(element))
         args = Ref(dense), 1, Ref(index), Ref(element)
         return call("aten.scatter_add.default", *args, row_shape=whole)
-
-
-def without_unused(program: Program) -> tuple[Program, list[int], list[int]]:
-    """The program less what nobody reads in its loop and among its inputs, and the inputs left.
-
-    Without any rows there would be no number of rows, so one row input stays.
-    """
-    first = program.first
-    read = reached(program.results, lambda n: program[n].reads if n >= first else ())
-    rows = [n for n in range(program.num_rows) if n in read] or [0]
-    whole = [n for n in range(program.num_rows, first) if n in read]
-    loop = [n for n in range(first, first + len(program.loop)) if n in read]
-    numbers = {old: new for new, old in enumerate([*rows, *whole, *loop])}
-    left = replace(program, loop=tuple(program[n] for n in loop))
-    made = left.renumbered(numbers.__getitem__, len(rows), len(whole))
-    return made, rows, [n - program.num_rows for n in whole]
 
 
 def plan_loops(region: Region, level: Mapping[fx.Node, int]) -> list[Loop]:
