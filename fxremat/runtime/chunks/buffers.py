@@ -101,12 +101,12 @@ def is_elementwise(op: str) -> bool:
 
 @dataclass
 class Slot:
-    """Memory for values of ``numel`` elements a row, of a whole chunk or of a tile."""
+    """Memory for ``values`` of ``numel`` elements a row, of a whole chunk or of a tile."""
 
     numel: int
     dtype: torch.dtype
     of_chunk: bool
-    lives: list[tuple[int, int]] = field(default_factory=list)
+    values: list[int] = field(default_factory=list)
 
     def nbytes(self, chunk: int, tile: int) -> int:
         return self.numel * self.dtype.itemsize * (chunk if self.of_chunk else tile)
@@ -198,42 +198,41 @@ class _Assigner:
             self.stage_of[r] != stage for r in self.readers[number]
         )
 
-    def may_follow(self, slot: int, at: int) -> bool:
-        """Whether what is computed at ``at`` may write over what the slot holds till then."""
-        one = self.program[self.order[at]]
-        held = [n for n, s in self.slot_of.items() if s == slot and self.life(n)[1] == at]
-        same = all(self.program[n].row_shape == one.row_shape for n in held)
-        direct = {r for r in one.reads if r in held} == set(held)
-        via_view = any(set(bases(self.program, r)) & set(held) for r in one.reads if r not in held)
+    def may_follow(self, held: int, number: int) -> bool:
+        """Whether a value may be written over the one that it is the last to read."""
+        one = self.program[number]
+        if self.program[held].row_shape != one.row_shape:
+            return False
         if one.op in IN_PLACE:
-            first = next(iter(one.reads))
-            return same and direct and one.reads.count(first) == 1 and set(held) == {first}
-        return same and direct and not via_view and is_elementwise(one.op)
+            return one.reads[0] == held and one.reads.count(held) == 1
+        looked = {base for n in one.reads if n != held for base in bases(self.program, n)}
+        return held in one.reads and held not in looked and is_elementwise(one.op)
 
-    def free(self, slot: int, life: tuple[int, int]) -> bool:
-        """Whether nothing else is in the slot during a life."""
-        start, end = life
+    def is_free(self, slot: Slot, number: int) -> bool:
+        """Whether nothing else is in the slot during the life of a value."""
+        start, end = self.life(number)
+        lives = ((held, *self.life(held)) for held in slot.values)
         return all(
             end < begin
             or start > last
-            or (start == last and start != begin and self.may_follow(slot, start))
-            for begin, last in self.slots[slot].lives
+            or (start == last and start != begin and self.may_follow(held, number))
+            for held, begin, last in lives
         )
 
     def assign(self, number: int) -> None:
-        one, life, outlives = self.program[number], self.life(number), self.outlives(number)
-        for position, slot in enumerate(self.slots):
-            if (
-                (slot.numel, slot.dtype) == (one.numel, one.dtype)
-                and (slot.of_chunk or not outlives)
-                and self.free(position, life)
-            ):
-                break
-        else:
-            position = len(self.slots)
+        one, outlives = self.program[number], self.outlives(number)
+        fitting = (
+            place
+            for place, slot in enumerate(self.slots)
+            if (slot.numel, slot.dtype) == (one.numel, one.dtype)
+            and (slot.of_chunk or not outlives)
+            and self.is_free(slot, number)
+        )
+        place = next(fitting, len(self.slots))
+        if place == len(self.slots):
             self.slots.append(Slot(one.numel, one.dtype, outlives))
-        self.slots[position].lives.append(life)
-        self.slot_of[number] = position
+        self.slots[place].values.append(number)
+        self.slot_of[number] = place
 
     def layout(self) -> Layout:
         results, program = set(self.program.results), self.program

@@ -33,7 +33,7 @@ from torch import fx
 
 from fxremat.passes.joint_graph import reached
 from fxremat.passes.nodes import Shape, dtype_of, first_operand, packet_name, shape_of
-from fxremat.passes.variants.chunks.operators import Operand, Result, operands, row_shape_of
+from fxremat.passes.variants.chunks.operators import VIEWS, Operand, Result, operands, row_shape_of
 from fxremat.passes.variants.chunks.regions import Region
 from fxremat.runtime.chunks.program import Instruction, Kind, Program, Ref, RowCount
 
@@ -80,10 +80,11 @@ Fact = float | str | OneHotRow
 def constant_of(node: fx.Node) -> float | str | None:
     """The number that a tensor is filled with; "iota" for positions 0, 1, 2, ... in one row."""
     name = packet_name(node)
-    if name in ("view", "expand", "unsqueeze", "reshape"):
+    if name in VIEWS:
         source = first_operand(node)
         shape, own, found = shape_of(node), shape_of(source), constant_of(source)
         keeps = shape is not None and own is not None and shape[-1:] == own[-1:]
+        keeps = keeps and name in ("view", "expand", "unsqueeze", "reshape")
         return found if keeps or found != "iota" else None
     if name in ("full", "scalar_tensor"):
         value = node.args[1 if name == "full" else 0]
