@@ -254,11 +254,6 @@ def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return begins and storage_key(one) == storage_key(other)
 
 
-def kernels_called(*args: Any, **kwargs: Any) -> list[Kernel]:
-    """The kernels that a call with these arguments, of fake tensors, will run."""
-    return list(filter(None, RowsCall(*args, **kwargs).kernels))
-
-
 def _fake(*args: Any, **kwargs: Any) -> list[torch.Tensor]:
     call = RowsCall(*args, **kwargs)
     return [call.new_result(place) for place in range(len(call.program.results))]

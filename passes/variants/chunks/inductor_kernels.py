@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
+from typing import Any
 
 from torch import fx
 
@@ -17,7 +18,8 @@ from fxremat.compat.tensors import fake_mode_of
 from fxremat.passes.base import Changed, Pass
 from fxremat.passes.joint_graph import is_tensor, reached
 from fxremat.runtime.chunks.buffers import places_of_images
-from fxremat.runtime.chunks.operator import ROWS, kernels_called
+from fxremat.runtime.chunks.call import RowsCall
+from fxremat.runtime.chunks.operator import ROWS
 
 
 def suit_rows(module: fx.GraphModule) -> None:
@@ -111,7 +113,11 @@ class CompileRows(Pass):
 
     def call(self, module: fx.GraphModule) -> Changed:
         for node in _calls(module):
-            args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
-            for kernel in kernels_called(*args, **kwargs):
-                kernel.compiled() if self.waits else kernel.begin()
+            given: Any = fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
+            args, kwargs = given
+            for kernel in filter(None, RowsCall(*args, **kwargs).kernels):
+                if self.waits:
+                    kernel.compiled()
+                else:
+                    kernel.begin()
         return Changed(module, False)
