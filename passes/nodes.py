@@ -98,6 +98,14 @@ def copy_calls(add: Add, nodes: Iterable[fx.Node], new: dict[fx.Node, fx.Node]) 
         new[old] = add(old.target, *args, **kwargs)
 
 
+def run_calls(nodes: Iterable[fx.Node], known: dict[fx.Node, Any], device: torch.device) -> None:
+    """Compute calls from what is ``known``, which they join; what they make is on a device."""
+    for node in nodes:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), known.__getitem__)
+        kwargs = {**kwargs, "device": device} if "device" in kwargs else kwargs
+        known[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+
+
 def laid_out_like(old: fx.Node, new: fx.Node, add: Add) -> fx.Node:
     """``new``, or a copy of it whose dimensions lie in memory in the order of those of ``old``."""
     if _strides(new) == _strides(old):

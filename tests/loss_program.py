@@ -56,7 +56,7 @@ def program(dtype: torch.dtype = torch.float32, device: str | None = None) -> st
             row_shape=(CLASSES, FEATURES), dtype=dtype),
         one("aten.sum.dim_IntList", Ref(logits + 10), [0], kind="sum"),
     ]  # fmt: skip
-    return dump(Program(2, 2, (), tuple(steps), (logits + 7, n + 1, n + 3, n + 4)))
+    return dump(Program(2, 2, tuple(steps), (logits + 7, n + 1, n + 3, n + 4)))
 
 
 def inputs(count: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:

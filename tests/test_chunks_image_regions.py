@@ -302,7 +302,7 @@ HOW = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
 
 IMAGE = WIDTH, 6, 6
 CONVOLVED = one("aten.convolution.default", Ref(0), Ref(1), None, *HOW, row_shape=IMAGE)
-ALONE = dump(Program(1, 1, (), (CONVOLVED,), (2,)))
+ALONE = dump(Program(1, 1, (CONVOLVED,), (2,)))
 """x, w -> the convolution's result."""
 
 
@@ -318,7 +318,7 @@ def program() -> str:
         one("aten.convolution_backward.default#1", Ref(3), Ref(0), Ref(1), None, *HOW,
             [False, True, False], kind="sum", row_shape=(WIDTH, 3, 3, 3)),
     )  # fmt: skip
-    return dump(Program(1, 1, (), steps, (3, 4, 5, 6)))
+    return dump(Program(1, 1, steps, (3, 4, 5, 6)))
 
 
 def expected(x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
@@ -373,7 +373,7 @@ def rows_and(after: Callable[..., Any]) -> fx.GraphModule:
 def again(h: torch.Tensor) -> torch.Tensor:
     """Another call that has these rows."""
     summed = one("aten.sum.dim_IntList", Ref(0), [0], kind="sum", row_shape=IMAGE)
-    (total,) = ROWS([h], [], dump(Program(1, 0, (), (summed,), (1,))), 4, 1)
+    (total,) = ROWS([h], [], dump(Program(1, 0, (summed,), (1,))), 4, 1)
     assert isinstance(total, torch.Tensor)
     return total
 

@@ -123,7 +123,7 @@ def test_an_operator_with_a_temporary_is_known_to_the_byte() -> None:
     if not hasattr(torch.ops.prims, "fma"):
         pytest.skip("this torch has no such operator")
     steps = (one("prims.fma.default", Ref(0), Ref(0), Ref(0), row_shape=(CLASSES,)),)
-    text = dump(Program(1, 0, (), steps, (1,)))
+    text = dump(Program(1, 0, steps, (1,)))
     x = torch.randn(64, CLASSES)
     assert workspace_too_large([x], [], text, 16, 16) == 0
     torch.testing.assert_close(ROWS([x], [], text, 16, 16)[0], x * x + x)
@@ -166,13 +166,7 @@ def test_adding_at_an_index_as_a_comparison(monkeypatch: pytest.MonkeyPatch) -> 
     """As on a GPU: one loop over all elements, and no memory for the row that is added to."""
     x, y, w = tensors = inputs(64)
     shapes = tuple(fused_kernels.Shape.of(t) for t in (x, y, w.t(), w))
-    begin = fused_kernels._KernelWriter.__post_init__
-
-    def compares(writer: Any) -> None:
-        begin(writer)
-        writer.by_comparison = True
-
-    monkeypatch.setattr(fused_kernels._KernelWriter, "__post_init__", compares)
+    monkeypatch.setattr(fused_kernels._KernelWriter, "by_comparison", True)
     [kernel] = filter(None, fused_kernels.kernels_of(program(), shapes, 16))
     assert_close(run(tensors, 16, 16, fused=True), expected(*tensors))
     assert kernel.scratch <= 4 * CLASSES + 4 * 16 * 4  # a sum over rows, a few numbers a row

@@ -1,8 +1,9 @@
-"""Convolutions a few images at a time, and by other algorithms."""
+"""Convolutions a few images at a time, by other algorithms, and their gradients in two calls."""
 
 from __future__ import annotations
 
 import copy
+import operator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,16 +17,22 @@ from torch import fx, nn
 
 import fxremat
 from fxremat.core.constants import IMAGE_PARTS
+from fxremat.core.problem import Problem
+from fxremat.core.timeline import replay
+from fxremat.core.variants import take as take_variants
 from fxremat.cost.workspaces import Workspaces
 from fxremat.passes.joint_graph import JointGraph
+from fxremat.passes.memory_estimation import estimate
 from fxremat.passes.variants import insertion
-from fxremat.passes.variants.convolutions import CONVOLUTION_WORKSPACE
+from fxremat.passes.variants.convolutions import CONVOLUTION_WORKSPACE, SPLIT_GRADIENTS
+from fxremat.passes.variants.insertion import Rule
 from fxremat.runtime.chunks import convolutions
 from tests.conftest import Golden
 from tests.end_to_end import compiled_by_fxremat, least, measured, observed
 from tests.examples import examples
+from tests.graphs import Net, capture, no_workspace, on_cuda, run_joint, unit_time
 from tests.graphs import joint_of_model as joint_of  # a test's text seeds its examples
-from tests.graphs import on_cuda, run_joint
+from tests.variants import assert_alike
 
 ATEN = torch.ops.aten
 KINDS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -37,7 +44,9 @@ def much(call: fx.Node) -> int:
     return 2**40
 
 
-def assert_each_is_the_same(joint: JointGraph, tolerance: float) -> int:
+def assert_each_is_the_same(
+    joint: JointGraph, tolerance: float, rule: Rule = CONVOLUTION_WORKSPACE
+) -> int:
     """Every site alone gives what the graph gives, laid out as it was; how many there are.
 
     The ``tolerance`` is relative to the largest element of each result.
@@ -48,7 +57,7 @@ def assert_each_is_the_same(joint: JointGraph, tolerance: float) -> int:
         torch.empty_strided(value.shape, value.stride(), dtype=value.dtype).normal_()
         for value in values
     ]
-    sites = insertion.find_sites(joint, [CONVOLUTION_WORKSPACE], much)
+    sites = insertion.find_sites(joint, [rule], much)
     expected = run_joint(joint, inputs)
     for site in sites:
         found = run_joint(insertion.take(joint, [site]), inputs)
@@ -89,6 +98,7 @@ def test_any_convolution(
     joint = joint_of(model, torch.randn(images, 2, *[size] * axes, dtype=torch.float64))
     parts = {-(-images // n) for n in IMAGE_PARTS} - {images}
     assert assert_each_is_the_same(joint, 1e-13) == 2 * len(parts)
+    assert assert_each_is_the_same(joint, 1e-10, SPLIT_GRADIENTS) == (not transposed)
 
 
 def test_16_bit_gradients_of_many_parts_are_rounded_once() -> None:
@@ -229,3 +239,89 @@ def test_a_net_whose_columns_are_too_large_fits() -> None:
     for one, other in zip(observed(step, call, inputs), observed(twin, twin, inputs), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
     assert measured(step, call, inputs) == fxremat.reports()[-1].predicted_peak_bytes <= budget
+
+
+# --- gradients in two calls -----------------------------------------------------------------
+
+
+def split(joint: JointGraph) -> JointGraph:
+    return insertion.take(joint, insertion.find_sites(joint, [SPLIT_GRADIENTS]))
+
+
+def problem_of(joint: JointGraph, **inserted: Any) -> Problem:
+    how: Any = {"fused": True, "device": "cpu", "name": "test"}
+    return estimate(joint, unit_time, no_workspace, **how, **inserted).problem
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("of_input", "of_gradient"),
+    [
+        (torch.contiguous_format, torch.channels_last),
+        (torch.channels_last, torch.contiguous_format),
+        (torch.channels_last, torch.channels_last),
+    ],
+)
+def test_gradients_lie_in_memory_as_those_of_one_call(
+    of_input: torch.memory_format, of_gradient: torch.memory_format, dtype: torch.dtype
+) -> None:
+    """What follows a convolution may turn its gradient, as the linear layers of a ConvNeXt do."""
+
+    def run(net: Any, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = net.conv(x.contiguous(memory_format=of_input))
+        return made.clone(memory_format=of_gradient)
+
+    conv = nn.Conv2d(4, 4, 3, padding=1, groups=4, dtype=dtype)
+    joint = joint_of(Net(run, conv=conv), torch.randn(2, 4, 6, 5, dtype=dtype))
+    (site,) = insertion.find_sites(joint, [SPLIT_GRADIENTS])
+    assert_alike(joint, site)
+    tolerance = 5e-2 if dtype is torch.bfloat16 else 1e-5
+    assert assert_each_is_the_same(joint, tolerance, SPLIT_GRADIENTS) == 1
+
+
+def test_one_gradient_is_left_alone() -> None:
+    joint = capture(nn.Conv2d(2, 2, 3), (torch.randn(1, 2, 5, 5),)).joint
+    assert insertion.find_sites(joint, [SPLIT_GRADIENTS]) == ()
+
+
+def test_the_input_is_gone_before_its_gradient_is_there() -> None:
+    model = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.Tanh(), nn.Conv2d(8, 8, 3, padding=1))
+    joint = joint_of(model, torch.randn(4, 8, 16, 16))
+
+    def peak(of: JointGraph) -> int:
+        problem = problem_of(of)
+        return max(replay(problem, problem.base_steps()).live_bytes[-4:])
+
+    assert len(insertion.find_sites(joint, [SPLIT_GRADIENTS])) == 2
+    taken = split(joint)
+    assert peak(taken) <= peak(joint)
+    calls = [n for n in taken.module.graph.nodes if n.op == "call_function"]
+    assert all(n.target is not operator.getitem or n.args[1] != 0 for n in calls)
+
+
+def test_graph_of_split_gradients(golden: Golden) -> None:
+    joint = joint_of(nn.Conv2d(2, 2, 3), torch.randn(1, 2, 5, 5))
+    golden(f"before\n\n{joint.module.graph}\n\nafter\n\n{split(joint).module.graph}\n")
+
+
+def two_ways(net: Any, x: torch.Tensor) -> Any:
+    """The gradient of one way waits for that of the other."""
+    hidden = net.first(x).tanh()
+    return (net.long(hidden) + net.short(hidden)).tanh()
+
+
+def test_gradients_of_inputs_are_where_the_planner_has_them() -> None:
+    """The graph with the variants is the problem that they were chosen for: in the same order."""
+    first, short, one, other = (nn.Conv2d(8, 8, n, padding=n // 2) for n in (3, 1, 1, 1))
+    net = Net(two_ways, first=first, short=short, long=nn.Sequential(one, nn.Tanh(), other))
+    joint = joint_of(net, torch.randn(4, 8, 16, 16))
+    sites = insertion.find_sites(joint, [SPLIT_GRADIENTS])
+    assert len(sites) == 4
+    offered = insertion.insert_all(joint, sites)
+    whole = problem_of(offered.joint, inserted=offered.inserted)
+    chosen = take_variants(whole, [site.name for site in sites])
+    made = problem_of(split(joint))
+
+    assert [op.name for op in made.ops] == [op.name for op in chosen.ops]
+    peaks = [replay(one, one.base_steps()).peak_bytes for one in (chosen, made)]
+    assert peaks[0] == peaks[1]

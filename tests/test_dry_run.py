@@ -31,7 +31,7 @@ from fxremat.cost.cuda_scratch import CudaScratch
 from fxremat.cost.workspaces import Workspaces
 from fxremat.memory.allocator_settings import MIN_BLOCK_BYTES, round_up
 from fxremat.runtime import kernels
-from fxremat.runtime.chunks.buffers import adds_straight, extra_of_sum
+from fxremat.runtime.chunks.buffers import adds_straight, of_total, while_adding
 from fxremat.runtime.chunks.operator import ROWS
 from fxremat.runtime.chunks.program import parse
 from fxremat.whatif.device import absent
@@ -397,8 +397,9 @@ def test_products_add_to_the_sum_in_float32() -> None:
     size = CLASSES * FEATURES
     assert adds_straight(one, "cuda")
     assert not adds_straight(one, "cpu")
-    assert extra_of_sum(one, "cuda") == 4 * size
-    assert extra_of_sum(one, "cpu") == (4 + 4 + 2) * size
+    assert of_total(one) == 4 * size
+    assert while_adding(one, "cuda") == 0
+    assert while_adding(one, "cpu") == (4 + 2) * size
 
 
 def test_a_dry_run_names_the_results_of_an_operator() -> None:

@@ -16,7 +16,6 @@ from fxremat.errors import HostMemoryExceeded, InvalidOption
 from fxremat.memory.measured_peak import measure_peak
 from fxremat.runtime import cpu_engine
 from fxremat.runtime.copies import to_device, to_host, wait_device, wait_host
-from fxremat.runtime.copy_trace import Pending
 from fxremat.runtime.host_memory import size_of_extent
 from tests import host_copies
 from tests.host_copies import CPU, DEVICES, LAYOUTS, TENTH, fetched, sent
@@ -259,15 +258,16 @@ def test_tensors_that_died_without_a_wait_are_freed() -> None:
 
 def test_a_dead_tensor_is_not_mistaken_for_a_new_one() -> None:
     memory = bytearray(40)
-    pending: Pending[str] = Pending()
+    engine = cpu_engine.CpuEngine()
     dead = torch.frombuffer(memory, dtype=torch.uint8)
     address = dead.data_ptr()
-    pending.add(dead, "transfer")
-    assert pending.get(dead[3:].view(37, 1)) == "transfer"
+    engine._copies[dead.untyped_storage()] = transfer = engine._start("to_host", dead, dead)
+    assert engine.copy_into(dead[3:].view(37, 1)) is transfer
+    transfer.wait()
     del dead
     alive = torch.frombuffer(memory, dtype=torch.uint8)
     assert alive.data_ptr() == address
-    assert pending.get(alive) is None
+    assert engine.copy_into(alive) is None
 
 
 def test_a_fork_loses_copies_but_hangs_nowhere() -> None:

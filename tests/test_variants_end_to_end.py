@@ -76,7 +76,7 @@ def test_a_vocabulary_fits_where_its_logits_do_not_and_its_peak_is_predicted(exe
     if executor == "aot_eager":
         assert budget < 0.8 * least(model, inputs, variants="none", **quick)
     twin = copy.deepcopy(model)
-    call = compiled_by_fxremat(model, memory_budget=budget, **quick)
+    call = compiled_by_fxremat(model, memory_budget=f"{budget}B", **quick)
     assert_alike(observed(model, call, inputs), observed(twin, twin, inputs))
     report = fxremat.reports()[-1]
     assert measured(model, call, inputs) == report.predicted_peak_bytes <= budget

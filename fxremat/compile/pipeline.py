@@ -40,12 +40,7 @@ from fxremat.passes.joint_graph import CleanUp, JointGraph
 from fxremat.passes.offload import AddBeforePutting
 from fxremat.passes.recompute import ApplyPlan
 from fxremat.passes.user_tags import ObeyMustRecompute, ProtectMutatedInputs
-from fxremat.passes.variants.chunks.inductor_kernels import (
-    BeginRows,
-    CompileRows,
-    InterpretRows,
-    LayOutRows,
-)
+from fxremat.passes.variants.chunks.inductor_kernels import CompileRows, InterpretRows, LayOutRows
 from fxremat.passes.variants.insertion import TakeVariants
 from fxremat.verify.preparation import Rights
 
@@ -197,7 +192,7 @@ APPLY = (
 )
 AS_TORCH = (PassStep(split_as_torch, verification.halves_of_torch),)
 DONATE = (PassStep(donate),)
-BEGIN = (_in_each_half(BeginRows),)
+BEGIN = (_in_each_half(partial(CompileRows, waits=False)),)
 FINISH = (_in_each_half(CompileRows),)
 EXPLAIN = (_in_each_half(InterpretRows),)
 

@@ -6,8 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from queue import SimpleQueue
-from threading import Lock, Thread
 from time import perf_counter
 from typing import Any, Generic, Literal, TypeVar
 from weakref import WeakKeyDictionary
@@ -24,101 +22,54 @@ Work = Literal["step"]
 T = TypeVar("T")
 
 
-Job = Callable[[], None]
-"""It keeps an error for whoever waits: a thread that ended would let it hang."""
+class Engine(ABC, Generic[T]):
+    """Copies between a kind of device and host memory; ``T`` is one on its way.
 
-
-class SerialThread:
-    """A thread, started with the first job, that does one after another."""
-
-    def __init__(self, name: str) -> None:
-        self._name = f"fxremat {name}"
-        self._queue: SimpleQueue[Job] = SimpleQueue()
-        self._lock = Lock()
-        self._thread: Thread | None = None
-
-    def submit(self, job: Job) -> None:
-        """Do the job after all others."""
-        with self._lock:
-            if self._thread is None:
-                arguments = (self._queue,)
-                self._thread = Thread(target=_serve, args=arguments, name=self._name, daemon=True)
-                self._thread.start()
-        self._queue.put(job)
-
-
-def _serve(queue: SimpleQueue[Job]) -> None:
-    while True:
-        queue.get()()
-
-
-class Pending(Generic[T]):
-    """Transfers that nobody has waited for yet, by the storage that they write.
-
-    Whoever waits again, as a backward does that runs a second time, finds that it has ended. The
-    storage is held weakly and found by identity. If it dies without a wait, its entry goes with
-    it, and what comes to lie at the same address later is another storage.
+    Each is known by the storage that it writes, None once somebody has waited for it: whoever waits
+    again, as a backward does that runs a second time, finds that it has ended. The storage is held
+    weakly and found by identity. What comes to lie at the same address later is another storage.
     """
 
     def __init__(self) -> None:
-        self._transfers: MutableMapping[torch.UntypedStorage, T] = WeakKeyDictionary()
-        self._ended: MutableMapping[torch.UntypedStorage, None] = WeakKeyDictionary()
-
-    def add(self, target: torch.Tensor, transfer: T) -> None:
-        self._transfers[target.untyped_storage()] = transfer
-
-    def get(self, target: torch.Tensor) -> T | None:
-        """The transfer that writes ``target`` if nobody has waited for it."""
-        return self._transfers.get(target.untyped_storage())
-
-    def find(self, what: Wait, target: torch.Tensor) -> T | None:
-        """As `get`; RuntimeError if there never was one."""
-        transfer = self.get(target)
-        if transfer is None and target.untyped_storage() not in self._ended:
-            raise RuntimeError(
-                f"fxremat::{what}: no copy into this tensor {tuple(target.shape)} has been "
-                f"started; each copy is started by fxremat::{what.replace('wait', 'to')}, in the "
-                "same process"
-            )
-        return transfer
-
-    def forget(self, target: torch.Tensor, *, has_failed: bool = False) -> None:
-        """Somebody has waited for the transfer that writes ``target``."""
-        known = self._transfers.pop(target.untyped_storage(), None) is not None
-        if known and not has_failed:
-            self._ended[target.untyped_storage()] = None
-
-
-class Engine(ABC, Generic[T]):
-    """Copies between a kind of device and host memory; ``T`` is one on its way."""
-
-    def __init__(self) -> None:
-        self._pending: Pending[T] = Pending()
+        self._copies: MutableMapping[torch.UntypedStorage, T | None] = WeakKeyDictionary()
 
     def start_to_host(self, x: torch.Tensor) -> torch.Tensor:
         """A new tensor in host memory like ``x``, into which a copy of ``x`` is on its way."""
         host = self.new_host_tensor(x)
-        self._pending.add(host, self._start("to_host", x, host))
+        self._copies[host.untyped_storage()] = self._start("to_host", x, host)
         return host
 
     def start_to_device(self, host: torch.Tensor, device: torch.device) -> torch.Tensor:
         """A new tensor on ``device`` like ``host``, into which a copy of it is on its way."""
         check_copyable(host)
         x = torch.empty_strided(host.size(), host.stride(), dtype=host.dtype, device=device)
-        self._pending.add(x, self._start("to_device", host, x))
+        self._copies[x.untyped_storage()] = self._start("to_device", host, x)
         return x
 
     def wait(self, what: Wait, target: torch.Tensor, device: torch.device) -> None:
-        """The computation on ``device`` goes on once the copy into ``target`` has ended."""
-        transfer = self._pending.find(what, target)
-        if transfer is None:
-            return
-        try:
-            self._wait(what, transfer, device)
-        except BaseException:
-            self._pending.forget(target, has_failed=True)
-            raise
-        self._pending.forget(target)
+        """The computation on ``device`` goes on once the copy into ``target`` has ended.
+
+        RuntimeError if there never was one, or it has failed before.
+        """
+        storage = target.untyped_storage()
+        if storage not in self._copies:
+            raise RuntimeError(
+                f"fxremat::{what}: no copy into this tensor {tuple(target.shape)} has been "
+                f"started; each copy is started by fxremat::{what.replace('wait', 'to')}, in the "
+                "same process"
+            )
+        transfer = self._copies[storage]
+        if transfer is not None:
+            try:
+                self._wait(what, transfer, device)
+            except BaseException:
+                self._copies.pop(storage, None)
+                raise
+            self._copies[storage] = None
+
+    def copy_into(self, target: torch.Tensor) -> T | None:
+        """The copy that writes ``target``, if nobody has waited for it."""
+        return self._copies.get(target.untyped_storage())
 
     def new_host_tensor(self, x: torch.Tensor) -> torch.Tensor:
         """A tensor like ``x`` in the host memory that this copies from; its bytes count there."""

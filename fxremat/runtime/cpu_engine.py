@@ -15,6 +15,7 @@ import ctypes
 import os
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from threading import Event
@@ -25,7 +26,6 @@ from fxremat.errors import InvalidOption
 from fxremat.runtime.copy_trace import (
     Direction,
     Engine,
-    SerialThread,
     Wait,
     active_traces,
     host_time,
@@ -97,7 +97,7 @@ class CpuEngine(Engine[_CpuTransfer]):
     def after_fork(self) -> None:
         """Begin anew: threads stay behind in a fork, and copies that they had not ended."""
         super().__init__()
-        self._lines = {d: SerialThread(d) for d in ("to_host", "to_device")}
+        self._lines = {d: ThreadPoolExecutor(1, f"fxremat {d}") for d in ("to_host", "to_device")}
 
     def _on_host(self, x: torch.Tensor) -> torch.Tensor:
         return mapped_like(x)
@@ -107,7 +107,10 @@ class CpuEngine(Engine[_CpuTransfer]):
     ) -> _CpuTransfer:
         ones = 1 if target.dtype == torch.bool else 0xFF  # a bool has only one that may be set
         ctypes.memset(target.data_ptr(), ones, size_of_extent(target))
-        speed, after = self.speeds.get(direction, CopySpeed()), self._pending.get(source)
+        speed, after = (
+            self.speeds.get(direction, CopySpeed()),
+            self._copies.get(source.untyped_storage()),
+        )
         transfer = _CpuTransfer(direction, source, target, speed, after)
         self._lines[direction].submit(transfer.run)
         return transfer

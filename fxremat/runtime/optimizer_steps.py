@@ -27,6 +27,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from threading import Event, Lock
 from typing import Any
 from weakref import WeakValueDictionary
@@ -40,7 +41,7 @@ from fxremat.compat.backward import (
     running_backward,
 )
 from fxremat.core.constants import STEPS_AHEAD
-from fxremat.runtime.copy_trace import SerialThread, active_traces, host_time
+from fxremat.runtime.copy_trace import active_traces, host_time
 from fxremat.runtime.host_memory import mapped_like, size_of_extent, storage_address
 from fxremat.runtime.kernels import WAITS, register
 
@@ -139,7 +140,7 @@ class _Worker:
 
     def after_fork(self) -> None:
         """Begin anew: the thread stays behind in a fork."""
-        self._thread = SerialThread("steps")
+        self._thread = ThreadPoolExecutor(1, "fxremat steps")
         self._lock = Lock()
         self._unfinished: list[Step] = []
 

@@ -34,7 +34,7 @@ from fxremat.compat.tensors import outside_fake_mode
 from fxremat.core.constants import FEW_BIT_GRID, MEASURABLE
 from fxremat.passes.joint_graph import JointGraph, Role, is_repeatable, is_tensor, is_view
 from fxremat.passes.materialisation import is_fusable, is_reduction
-from fxremat.passes.nodes import Add, fake, laid_out_like
+from fxremat.passes.nodes import Add, fake, laid_out_like, run_calls
 from fxremat.passes.variants.insertion import Rule, Site, StandIns
 from fxremat.passes.variants.packed_bits import pack, unpack
 from fxremat.passes.variants.saved_values import (
@@ -82,10 +82,7 @@ class _Product:
         """What becomes of a gradient, at the points of a grid of float64."""
         ones = torch.full_like(grid, gradient, dtype=fake(self.gradient).dtype)
         known: dict[fx.Node, Any] = {self.x: grid.to(fake(self.x).dtype), self.gradient: ones}
-        for node in self.nodes:
-            args, kwargs = fx.map_arg((node.args, node.kwargs), known.__getitem__)
-            kwargs = {**kwargs, "device": grid.device} if "device" in kwargs else kwargs
-            known[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+        run_calls(self.nodes, known, grid.device)
         found: torch.Tensor = known[self.last]
         return found.double()
 

@@ -362,11 +362,10 @@ def kernel_key(module: fx.GraphModule) -> str | None:
         return code_key(module, is_backward=False)
 
 
-def decomposed(module: fx.GraphModule) -> fx.GraphModule:
-    """The graph in the operators that Inductor has kernels for; inside `for_a_kernel`."""
-    inputs = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
+def decomposed(function: Callable[..., object], inputs: Sequence[torch.Tensor]) -> fx.GraphModule:
+    """A trace in the operators that Inductor has kernels for; inside `for_a_kernel`."""
     table = inductor_decompositions()
-    traced: fx.GraphModule = make_fx(module, decomposition_table=table)(*inputs)
+    traced: fx.GraphModule = make_fx(function, decomposition_table=table)(*inputs)
     return traced
 
 

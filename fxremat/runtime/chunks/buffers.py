@@ -12,17 +12,15 @@ else is as large as a tile.
 A *slot* is memory that values share whose lives do not overlap; all slots are allocated before the
 first chunk. Rows are independent: two values may share a slot if they never have the same row in it
 at one time. A value may take over the slot of an operand that is read for the last time by the very
-instruction that computes it, if that goes element by element. Instructions whose operator cannot
-write into given memory make a new tensor, which lives until it was read for the last time: it is
-*loose*. That is all the memory there is, so the bytes of a call follow from the program, but for
-the scratch memory of convolutions.
+instruction that computes it, if that goes element by element. An operator that cannot write into
+given memory makes a new tensor, which is copied there at once. That is all the memory there is, so
+the bytes of a call follow from the program, but for the scratch memory of convolutions.
 """
 
 from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field
-from math import prod
 from typing import Any
 
 import torch
@@ -62,7 +60,7 @@ _ELEMENTWISE = frozenset(
         "logical_or", "logical_not", "bitwise_and", "bitwise_or", "bitwise_not", "bitwise_xor",
         "square", "gelu", "silu", "sign", "sigmoid_backward", "tanh_backward",
         "threshold_backward", "gelu_backward", "silu_backward", "atan2", "clamp_min", "clamp_max",
-        "floor", "ceil", "round", "trunc", "remainder", "fmod", "softplus", "leaky_relu",
+        "floor", "ceil", "round", "trunc", "remainder", "fmod", "softplus", "leaky_relu", "fma",
     }
 )  # fmt: skip
 _REDUCING = frozenset(
@@ -76,6 +74,8 @@ _REDUCING = frozenset(
 @functools.cache
 def out_form(op: str) -> Any | None:
     """The overload of ``op`` that writes into ``out`` and allocates nothing; None without one."""
+    if op == "prims.fma.default":
+        return lambda left, right, added, out: torch.addcmul(added, left, right, out=out)
     if op.split(".")[1] not in _ELEMENTWISE | _REDUCING and op not in MATMULS:
         return None
     functional = overload(op)
@@ -101,12 +101,12 @@ def is_elementwise(op: str) -> bool:
 
 @dataclass
 class Slot:
-    """Memory for values of ``numel`` elements a row, of a whole chunk or of a tile."""
+    """Memory for ``values`` of ``numel`` elements a row, of a whole chunk or of a tile."""
 
     numel: int
     dtype: torch.dtype
     of_chunk: bool
-    lives: list[tuple[int, int]] = field(default_factory=list)
+    values: list[int] = field(default_factory=list)
 
     def nbytes(self, chunk: int, tile: int) -> int:
         return self.numel * self.dtype.itemsize * (chunk if self.of_chunk else tile)
@@ -135,8 +135,8 @@ def bases(program: Program, number: int) -> list[int]:
 
 def stages(program: Program) -> tuple[Stage, ...]:
     """What runs on chunks as early as it can, and what lies between as few stages of tiles."""
-    left = [n for n in range(program.start, program.start + len(program.loop))
-            if not is_view(program, n)]  # fmt: skip
+    numbers = range(program.first, program.first + len(program.loop))
+    left = [n for n in numbers if not is_view(program, n)]
     needs = {n: {b for r in program[n].reads for b in bases(program, r)} for n in left}
     missing, found, of_chunk = set(left), [], True
     while left:
@@ -155,22 +155,17 @@ def stages(program: Program) -> tuple[Stage, ...]:
 
 @dataclass(frozen=True)
 class Layout:
-    """Stages, and of each value of the loop its slot; ``loose`` values have none.
-
-    ``dies`` says, of each instruction, which loose values it reads for the last time.
-    """
+    """Stages, and of each value of the loop that is no result its slot."""
 
     stages: tuple[Stage, ...]
     slots: tuple[Slot, ...]
     slot_of: dict[int, int]
-    loose: frozenset[int]
-    dies: dict[int, tuple[int, ...]]
-    size_of_loose: tuple[tuple[int, int], ...]
-    """Bytes of loose values at each instruction on tiles, for each row, and for its numbers."""
+    temporary: frozenset[tuple[int, int]]
+    """Bytes that instructions on tiles make on the way, for each row, and for their numbers."""
 
-    def most_loose(self, tile: int) -> int:
+    def most_temporary(self, tile: int) -> int:
         """Bytes beside the slots at the worst instruction."""
-        bytes_at = (tile * each + fixed for each, fixed in self.size_of_loose)
+        bytes_at = (tile * each + fixed for each, fixed in self.temporary)
         return max(bytes_at, default=0) if tile else 0
 
 
@@ -203,91 +198,61 @@ class _Assigner:
             self.stage_of[r] != stage for r in self.readers[number]
         )
 
-    def may_follow(self, slot: int, at: int) -> bool:
-        """Whether what is computed at ``at`` may write over what the slot holds till then."""
-        one = self.program[self.order[at]]
-        held = [n for n, s in self.slot_of.items() if s == slot and self.life(n)[1] == at]
-        same = all(self.program[n].row_shape == one.row_shape for n in held)
-        direct = {r for r in one.reads if r in held} == set(held)
-        via_view = any(set(bases(self.program, r)) & set(held) for r in one.reads if r not in held)
+    def may_follow(self, held: int, number: int) -> bool:
+        """Whether a value may be written over the one that it is the last to read."""
+        one = self.program[number]
+        if self.program[held].row_shape != one.row_shape:
+            return False
         if one.op in IN_PLACE:
-            first = next(iter(one.reads))
-            return same and direct and one.reads.count(first) == 1 and set(held) == {first}
-        return same and direct and not via_view and is_elementwise(one.op)
+            return one.reads[0] == held and one.reads.count(held) == 1
+        looked = {base for n in one.reads if n != held for base in bases(self.program, n)}
+        return held in one.reads and held not in looked and is_elementwise(one.op)
 
-    def free(self, slot: int, life: tuple[int, int]) -> bool:
-        """Whether nothing else is in the slot during a life."""
-        start, end = life
+    def is_free(self, slot: Slot, number: int) -> bool:
+        """Whether nothing else is in the slot during the life of a value."""
+        start, end = self.life(number)
+        lives = ((held, *self.life(held)) for held in slot.values)
         return all(
             end < begin
             or start > last
-            or (start == last and start != begin and self.may_follow(slot, start))
-            for begin, last in self.slots[slot].lives
+            or (start == last and start != begin and self.may_follow(held, number))
+            for held, begin, last in lives
         )
 
     def assign(self, number: int) -> None:
-        one, life, outlives = self.program[number], self.life(number), self.outlives(number)
-        for position, slot in enumerate(self.slots):
-            if (
-                (slot.numel, slot.dtype) == (one.numel, one.dtype)
-                and (slot.of_chunk or not outlives)
-                and self.free(position, life)
-            ):
-                break
-        else:
-            position = len(self.slots)
+        one, outlives = self.program[number], self.outlives(number)
+        fitting = (
+            place
+            for place, slot in enumerate(self.slots)
+            if (slot.numel, slot.dtype) == (one.numel, one.dtype)
+            and (slot.of_chunk or not outlives)
+            and self.is_free(slot, number)
+        )
+        place = next(fitting, len(self.slots))
+        if place == len(self.slots):
             self.slots.append(Slot(one.numel, one.dtype, outlives))
-        self.slots[position].lives.append(life)
-        self.slot_of[number] = position
-
-    def needs_slot(self, number: int) -> bool:
-        one = self.program[number]
-        if one.kind == "sum" or number in self.program.results:
-            return False
-        return self.outlives(number) or self.writes_into(one)
-
-    @staticmethod
-    def writes_into(one: Instruction) -> bool:
-        return one.op in COPIES or one.op in IN_PLACE or out_form(one.op) is not None
+        self.slots[place].values.append(number)
+        self.slot_of[number] = place
 
     def layout(self) -> Layout:
-        wanted = [n for n in self.order if self.needs_slot(n)]
+        results, program = set(self.program.results), self.program
+        wanted = [n for n in self.order if program[n].kind != "sum" and n not in results]
         for number in sorted(wanted, key=lambda n: (not self.outlives(n), self.time[n])):
             self.assign(number)
-        loose = [n for n in self.order if self.is_loose(n)]
-        dies: dict[int, list[int]] = {}
-        for number in loose:
-            dies.setdefault(self.order[self.life_of_loose(number)[1]], []).append(number)
-        return Layout(
-            self.stages, tuple(self.slots), self.slot_of, frozenset(loose),
-            {n: tuple(d) for n, d in dies.items()}, self.size_of_loose(loose),
-        )  # fmt: skip
-
-    def is_loose(self, number: int) -> bool:
-        one = self.program[number]
-        return one.kind != "sum" and not self.writes_into(one)
-
-    def life_of_loose(self, number: int) -> tuple[int, int]:
-        """A loose value with a slot or a result is copied there at once."""
-        start, end = self.life(number)
-        copied = number in self.slot_of or number in self.program.results
-        return (start, start) if copied else (start, end)
-
-    def size_of_loose(self, loose: list[int]) -> tuple[tuple[int, int], ...]:
-        found, lives = [], {n: self.life_of_loose(n) for n in loose}
-        for at, number in enumerate(self.order):
-            if self.stages[self.stage_of[number]].of_chunk:
-                continue  # what outlives its stage has a slot; what a call takes is counted apart
-            now = self.program[number]
-            alive = [self.program[n] for n, (begin, end) in lives.items() if begin <= at <= end]
-            alive += [now] if now.op in _WITH_TEMPORARY else []
-            of_row = sum(one.nbytes for one in alive)
-            found.append((of_row, bytes_for_numbers(self.program, now)))
-        return tuple(dict.fromkeys(found))
+        on_tiles = [program[n] for stage in self.stages if not stage.of_chunk for n in stage.values]
+        temporary = (
+            (0 if writes_into(one) else one.nbytes, bytes_for_numbers(program, one))
+            for one in on_tiles
+        )
+        return Layout(self.stages, tuple(self.slots), self.slot_of, frozenset(temporary))
 
 
-_WITH_TEMPORARY = frozenset({"prims.fma.default"})
-"""Loose operators that make a tensor of the size of their result on the way."""
+def writes_into(one: Instruction) -> bool:
+    """Whether an instruction makes no tensor of its own: sums have room of theirs."""
+    into = one.op in COPIES or one.op in IN_PLACE or out_form(one.op) is not None
+    return into or one.kind == "sum"
+
+
 _WITH_TENSORS = {f"aten.{name}.Tensor" for name in ("add", "sub", "mul", "div")}
 _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 _WITH_NUMBERS = {f"aten.{name}.Scalar" for name in (*_COMPARISONS, "remainder", "fmod")}
@@ -341,27 +306,25 @@ def adds_straight(one: Instruction, device: str) -> bool:
     return one.op in MATMULS and (accumulates_in(one.dtype) == one.dtype or device == "cuda")
 
 
-def extra_of_sum(one: Instruction, device: str) -> int:
-    """Bytes that a sum over rows takes beside its result, on a device of this type.
+def of_total(one: Instruction) -> int:
+    """Bytes of a sum so far, beside its result: something only where that is of low precision.
 
-    Statistics are a mean and a sum of squares. A matmul that `adds_straight` has the sum so far, if
-    that is not the result; any other one of low precision the partial sum, the same as float32, and
-    the sum so far. Any other sum has a partial sum and, in low precision, the sum so far.
+    Statistics are a mean and a sum of squares.
     """
     wide = accumulates_in(one.dtype)
-    if adds_straight(one, device):
-        return of_total(one)
-    size = prod(one.row_shape)
-    if one.op in CONVOLUTIONS:  # what a chunk adds is counted with what the call takes
-        return 0 if wide == one.dtype else size * 2 * wide.itemsize
     if one.op in STATISTICS:
-        return 2 * size * one.dtype.itemsize
-    if one.op in MATMULS:
-        return size * (2 * wide.itemsize + one.dtype.itemsize)
-    return size * wide.itemsize * (1 if wide == one.dtype else 2)
+        return 2 * one.nbytes
+    return 0 if wide == one.dtype else one.numel * wide.itemsize
 
 
-def of_total(one: Instruction) -> int:
-    """Bytes of a sum so far, beside its result: something only where that is of low precision."""
+def while_adding(one: Instruction, device: str) -> int:
+    """Bytes that a sum takes while some rows are added to it, on a device of this type.
+
+    That is what they add up to; in low precision, the same in the type of the sum as well.
+    """
+    if one.op in STATISTICS or adds_straight(one, device):
+        return 0
+    in_low_precision = one.nbytes if one.op in MATMULS | CONVOLUTIONS else 0
     wide = accumulates_in(one.dtype)
-    return 0 if wide == one.dtype else prod(one.row_shape) * wide.itemsize
+    is_wide = bool(in_low_precision) and wide == one.dtype
+    return in_low_precision + (0 if is_wide else one.numel * wide.itemsize)

@@ -39,10 +39,6 @@ from fxremat.runtime.chunks.buffers import (
 from fxremat.runtime.chunks.fused_kernels import Kernel, Shape, is_worth_fusing, kernels_of
 from fxremat.runtime.chunks.program import Number, Program, operator_of, parse, with_values
 
-Tensors = Sequence[torch.Tensor]
-Fused = Sequence[Kernel | None]
-"""The kernel of each stage, None where it runs operator by operator."""
-
 
 def even(total: int, most: int) -> int:
     """The size of the pieces, where ``total`` rows are cut into as few as can be of ``most``."""
@@ -54,8 +50,8 @@ def even(total: int, most: int) -> int:
 class RowsCall:
     """The arguments of the operator, in its order; the tensors may be fake."""
 
-    rows: Tensors
-    whole: Tensors
+    rows: Sequence[torch.Tensor]
+    whole: Sequence[torch.Tensor]
     text: str
     chunk_rows: int
     tile_rows: int
@@ -99,7 +95,8 @@ class RowsCall:
         return even(self.chunk, self.tile_rows)
 
     @cached_property
-    def kernels(self) -> Fused:
+    def kernels(self) -> Sequence[Kernel | None]:
+        """The kernel of each stage, None where it runs operator by operator."""
         stages = self.plan.stages
         if not self.fused or not any(map(is_worth_fusing, stages)):
             return (None,) * len(stages)

@@ -14,11 +14,10 @@ from fxremat.runtime.chunks.buffers import (
     MATMULS,
     REDUCTIONS,
     STATISTICS,
-    VIEWS,
     Stage,
     accumulates_in,
-    extra_of_sum,
     of_total,
+    while_adding,
 )
 from fxremat.runtime.chunks.call import RowsCall, bytes_to_leave_out
 from fxremat.runtime.chunks.fused_kernels import (
@@ -39,7 +38,7 @@ from fxremat.runtime.kernels import Inside, LibraryCall, Measure, pieces
 
 
 def workspace(*args: Any, measure: Measure, by_inductor: bool = False, **kwargs: Any) -> int:
-    """Slots, sums in the making, what is made before the loop, loose values, and rows in order.
+    """Slots, sums in the making, temporaries, and rows in order.
 
     And what it takes to leave ignored rows out, however many there are.
 
@@ -53,12 +52,10 @@ def workspace(*args: Any, measure: Measure, by_inductor: bool = False, **kwargs:
         kernels = [few if is_worth_fusing(stage) else None for stage in call.plan.stages]
     else:
         kernels = [None if kernel is None else kernel.scratch for kernel in call.kernels]
-    before = [one for one in call.program.setup if one.op not in VIEWS]
     copied = [row for row in call.rows if not row.is_contiguous()]
     slots = sum(slot.nbytes(call.chunk, call.tile) for slot in call.plan.slots if slot.of_chunk)
     return (
         sum(row.numel() * row.dtype.itemsize for row in copied)
-        + sum(one.nbytes for one in before)
         + slots
         + bytes_to_leave_out(call, slots)
         + _scratch(call, kernels, measure)
@@ -95,11 +92,11 @@ def _on_chunk(call: RowsCall, one: Instruction, rows: int, measure: Measure) -> 
     if one.op in STATISTICS:
         (given,) = one.reads
         return rows * _size(call, given, "row") + 4 * one.nbytes
+    added = while_adding(one, call.rows[0].device.type) if one.kind == "sum" else 0
     if one.op not in CONVOLUTIONS:
-        return 0
-
+        return added
     results = one.nbytes * (1 if one.kind == "sum" else rows)
-    return results + measure(operator_of(one.op), _operands(call, one, rows), {})
+    return max(added, results + measure(operator_of(one.op), _operands(call, one, rows), {}))
 
 
 def _on_chunks(call: RowsCall, values: Sequence[int], measure: Measure) -> int:
@@ -129,20 +126,17 @@ def _scratch(call: RowsCall, kernels: Sequence[int | None], measure: Measure) ->
     sums, taken = 0, 0 if any_fused else set_aside(plan, tile)
     for stage, kernel in zip(plan.stages, kernels, strict=True):
         adding = [one for n in stage.values if (one := program[n]).kind == "sum"]
-        if kernel is None:
-            sums += sum(extra_of_sum(one, device) for one in adding)
-            if stage.of_chunk:
-                taken = max(taken, slots + _on_chunks(call, stage.values, measure))
-            else:
-                reduced = _reducing(call, stage.values, measure) if device == "cuda" else 0
-                held = sum(s.nbytes(tile, tile) for s in plan.slots if not s.of_chunk)
-                taken = max(taken, set_aside(plan, tile), held + reduced)
+        sums += sum(map(of_total, adding))
+        partial = max((while_adding(one, device) for one in adding if tile), default=0)
+        if kernel is not None:
+            rest = set_aside(plan, other) + partial if other else 0
+            taken = max(taken, kernel, rest)
+        elif stage.of_chunk:
+            taken = max(taken, slots + _on_chunks(call, stage.values, measure))
         else:
-            sums += sum(map(of_total, adding))
-            extra = [extra_of_sum(one, device) - of_total(one) for one in adding]
-            partial = max(extra, default=0)
-            row_shape = set_aside(plan, other) + partial if other else 0
-            taken = max(taken, kernel, row_shape)
+            reduced = _reducing(call, stage.values, measure) if device == "cuda" else 0
+            held = sum(s.nbytes(tile, tile) for s in plan.slots if not s.of_chunk)
+            taken = max(taken, set_aside(plan, tile), held + max(reduced, partial))
     return sums + taken
 
 

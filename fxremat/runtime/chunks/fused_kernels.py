@@ -15,10 +15,9 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import fx
@@ -41,12 +40,11 @@ from fxremat.runtime.chunks.buffers import (
     Stage,
     accumulates_in,
     bases,
-    extra_of_sum,
     is_view,
     layout,
-    of_total,
+    while_adding,
 )
-from fxremat.runtime.chunks.program import Instruction, Program, Ref, overload, parse, with_values
+from fxremat.runtime.chunks.program import Instruction, Program, overload, parse
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +83,6 @@ class Memory:
 
     kind: str  # "value", "slot" or "sum"
     number: int
-    row_shape: tuple[int, ...] = ()
 
 
 def is_worth_fusing(stage: Stage) -> bool:
@@ -98,7 +95,7 @@ def written(program: Program, stage: Stage) -> tuple[int, ...]:
     inside = set(stage.values)
     read = {
         base
-        for number, one in enumerate(program.loop, program.start)
+        for number, one in enumerate(program.loop, program.first)
         if number not in inside and not is_view(program, number)
         for reads in one.reads
         for base in bases(program, reads)
@@ -118,143 +115,109 @@ def read(program: Program, stage: Stage) -> tuple[int, ...]:
     return tuple(found)
 
 
-@dataclass
+@dataclass(frozen=True)
 class _KernelWriter:
-    """Writes the graph of one stage for ``tile`` rows."""
+    """What one stage does to ``tile`` rows; a kernel is written of a trace of it."""
 
     program: Program
     plan: Layout
     stage: Stage
     inputs: tuple[Shape, ...]
     tile: int
-    graph: fx.Graph = field(default_factory=fx.Graph)
-    made: dict[int, fx.Node] = field(default_factory=dict)
-    places: dict[tuple[str, int], tuple[Memory, fx.Node]] = field(default_factory=dict)
-    device: torch.device = field(init=False)
-    by_comparison: bool = field(init=False)
-    """Whether one number a row is added where positions and index are equal."""
 
-    def __post_init__(self) -> None:
-        self.device = self.inputs[0].device
-        self.by_comparison = self.device.type != "cpu"
+    @property
+    def device(self) -> torch.device:
+        return self.inputs[0].device
 
-    def write(self) -> fx.GraphModule:
+    @property
+    def by_comparison(self) -> bool:
+        """Whether one number a row is added where positions and index are equal."""
+        return self.device.type != "cpu"
+
+    @functools.cached_property
+    def memory(self) -> tuple[Memory, ...]:
+        """What the kernel is given, each once."""
+        used = *read(self.program, self.stage), *written(self.program, self.stage)
+        return tuple(dict.fromkeys(map(self.memory_of, used)))
+
+    def memory_of(self, number: int) -> Memory:
+        one = self.program.instruction(number)
+        if one is not None and one.kind == "sum":
+            return Memory("sum", number)
+        if one is None or number in self.program.results:
+            return Memory("value", number)
+        return Memory("slot", self.plan.slot_of[number])
+
+    def like(self, memory: Memory) -> torch.Tensor:
+        """A tensor like it, in the current (fake) mode."""
+        one = None if memory.kind == "slot" else self.program.instruction(memory.number)
+        sizes: tuple[int, ...]
+        if memory.kind == "slot":
+            slot = self.plan.slots[memory.number]
+            sizes, dtype = (self.tile, slot.numel), slot.dtype
+        elif one is None:
+            given = self.inputs[memory.number]
+            if memory.number >= self.program.num_rows:
+                return given.empty()
+            sizes, dtype = (self.tile, *given.sizes[1:]), given.dtype
+        elif one.kind == "sum":
+            sizes, dtype = one.row_shape, accumulates_in(one.dtype)
+        else:
+            sizes, dtype = (self.tile, *one.row_shape), one.dtype
+        return torch.empty(sizes, dtype=dtype, device=self.device)
+
+    def run(self, *given: torch.Tensor) -> tuple[()]:
+        """Compute the stage in this memory."""
+        held = dict(zip(self.memory, given, strict=True))
         kept = set(written(self.program, self.stage))
+        known: dict[int, torch.Tensor] = {}
+
+        def value(number: int) -> torch.Tensor:
+            if number not in known:
+                if is_view(self.program, number):
+                    known[number] = self.program[number].run(value, self.tile)
+                else:
+                    known[number] = self.shaped(held[self.memory_of(number)], number)
+            return known[number]
+
         for number in self.stage.values:
             one = self.program[number]
             if one.kind == "sum":
-                self.add_to_sum(number, one)
-            else:
-                node = self.call(one)
-                self.made[number] = self.store(number, one, node) if number in kept else node
-        self.graph.output(())
-        return fx.GraphModule({}, self.graph)
+                total = held[self.memory_of(number)]
+                args, named = one.arguments(value, self.tile)
+                total.copy_(total + overload(one.op)(*args, **named, dtype=total.dtype))
+                continue
+            made = self.computed(one, value)
+            if number in kept:  # whoever reads on reads it there
+                place = held[self.memory_of(number)]
+                made = self.shaped(place.copy_(made.reshape(place.shape)), number)
+            known[number] = made
+        return ()
 
-    def call(self, one: Instruction) -> fx.Node:
-        if self.by_comparison and self.adds_one_a_row(one):
-            return self.added_by_comparison(one)
-        args, named = one.arguments(self.value, self.tile)
+    def shaped(self, memory: torch.Tensor, number: int) -> torch.Tensor:
+        """A slot holds values of any shape with as many elements."""
+        one = self.program.instruction(number)
+        shape = memory.shape if one is None else (self.tile, *one.row_shape)
+        return memory if memory.shape == shape else memory.view(shape)
+
+    def computed(self, one: Instruction, value: Callable[[int], torch.Tensor]) -> torch.Tensor:
+        args, named = one.arguments(value, self.tile)
+        if self.by_comparison and one.op == "aten.scatter_add.default":
+            into, dim, index, element = args
+            if dim == 1 and into.dim() == 2 and index.shape[1:] == (1,):
+                # in one loop over all elements; at an index, a GPU would write, add, and read
+                positions = torch.arange(into.shape[1], device=self.device)
+                return torch.where(index == positions, into + element, into)
         if one.op == "aten.clone.default":
             named["memory_format"] = torch.contiguous_format
-        return self.graph.call_function(overload(one.op), tuple(args), named)
-
-    def adds_one_a_row(self, one: Instruction) -> bool:
-        """Whether an instruction adds one number to one element of each row of a matrix."""
-        if one.op != "aten.scatter_add.default":
-            return False
-        into, dim, index = one.args[:3]
-        assert isinstance(into, Ref)
-        assert isinstance(index, Ref)
-        return dim == 1 and len(one.row_shape) == 1 and self.row_shape(index.number) == (1,)
-
-    def row_shape(self, number: int) -> tuple[int, ...]:
-        made = self.program.instruction(number)
-        return self.inputs[number].sizes[1:] if made is None else made.row_shape
-
-    def added_by_comparison(self, one: Instruction) -> fx.Node:
-        """One loop over all elements: adding at an index, a GPU would write, add, and read."""
-        into, _, index, element = with_values(one.args, self.value, self.tile)
-        call, positions = self.graph.call_function, (0, one.row_shape[0], 1)
-        named: dict[str, Any] = {"dtype": torch.int64, "device": self.device}
-        hit = call(_ATEN.eq.Tensor, (index, call(_ATEN.arange.start_step, positions, named)))
-        return call(_ATEN.where.self, (hit, call(_ATEN.add.Tensor, (into, element)), into))
-
-    def value(self, number: int) -> fx.Node:
-        if number not in self.made:
-            looks = number >= self.program.start and is_view(self.program, number)
-            self.made[number] = self.call(self.program[number]) if looks else self.load(number)
-        return self.made[number]
-
-    def load(self, number: int) -> fx.Node:
-        program = self.program
-        if number < program.num_rows:
-            given = self.inputs[number]
-            return self.rows("value", number, given.sizes[1:], given.dtype)[1]
-        if number < program.start:  # the same for all rows; as torch makes it, if the setup does
-            given = self.inputs[number] if number < program.first else self.made_before(number)
-            return self.place(Memory("value", number), given.empty())[1]
-        one = program[number]
-        place = self.rows(*self.memory_of(number), one.row_shape, one.dtype)[1]
-        return self.shaped(place, one.row_shape)
-
-    def memory_of(self, number: int) -> tuple[str, int]:
-        if number in self.program.results:
-            return "value", number
-        return "slot", self.plan.slot_of[number]
-
-    def rows(
-        self, kind: str, number: int, row_shape: tuple[int, ...], dtype: torch.dtype
-    ) -> tuple[Memory, fx.Node]:
-        """These rows of something, as an input of the kernel."""
-        empty = torch.empty((self.tile, *row_shape), dtype=dtype, device=self.device)
-        return self.place(Memory(kind, number, row_shape), empty)
-
-    def place(self, memory: Memory, like: torch.Tensor) -> tuple[Memory, fx.Node]:
-        """An input of the kernel, once for each number."""
-        key = memory.kind, memory.number
-        if key not in self.places:
-            node = self.graph.placeholder(f"given_{len(self.places)}")
-            node.meta["val"] = like
-            self.places[key] = memory, node
-        return self.places[key]
-
-    def made_before(self, number: int) -> Shape:
-        one = self.program[number]
-
-        def look(n: int) -> torch.Tensor:
-            return (self.inputs[n] if n < self.program.first else self.made_before(n)).empty()
-
-        return Shape.of(one.run(look, 0))
-
-    def shaped(self, node: fx.Node, row_shape: tuple[int, ...]) -> fx.Node:
-        """The same memory with other dimensions behind the rows."""
-        return self.graph.call_function(_ATEN.view.default, (node, [self.tile, *row_shape]))
-
-    def store(self, number: int, one: Instruction, node: fx.Node) -> fx.Node:
-        """Write these rows where they belong; whoever reads on reads them there."""
-        key = self.memory_of(number)
-        memory, place = self.rows(*key, one.row_shape, one.dtype)
-        if memory.row_shape != one.row_shape:
-            node = self.shaped(node, memory.row_shape)
-        stored = self.graph.call_function(_ATEN.copy_.default, (place, node))
-        self.places[key] = memory, stored
-        return stored if memory.row_shape == one.row_shape else self.shaped(stored, one.row_shape)
-
-    def add_to_sum(self, number: int, one: Instruction) -> None:
-        wide = accumulates_in(one.dtype)
-        empty = torch.empty(one.row_shape, dtype=wide, device=self.device)
-        total = self.place(Memory("sum", number), empty)[1]
-        args = with_values(one.args, self.value, self.tile)
-        named = {**one.kwargs, "dtype": wide}
-        part = self.graph.call_function(overload(one.op), tuple(args), named)
-        added = self.graph.call_function(_ATEN.add.Tensor, (total, part))
-        self.graph.call_function(_ATEN.copy_.default, (total, added))
+        made: torch.Tensor = overload(one.op)(*args, **named)
+        return made
 
 
 def set_aside(plan: Layout, tile: int) -> int:
     """Bytes of the layout that a fused stage has no use for."""
     slots = sum(slot.nbytes(tile, tile) for slot in plan.slots if not slot.of_chunk)
-    return slots + plan.most_loose(tile)
+    return slots + plan.most_temporary(tile)
 
 
 def _room(program: Program, plan: Layout, tile: int, device: str) -> int:
@@ -265,7 +228,7 @@ def _room(program: Program, plan: Layout, tile: int, device: str) -> int:
     in the dry run of the code.
     """
     sums = [one for one in program.loop if one.kind == "sum" and one.op not in MATMULS]
-    partial = sum(extra_of_sum(one, device) - of_total(one) for one in sums)
+    partial = sum(while_adding(one, device) for one in sums)
     return set_aside(plan, tile) + partial + tile * CACHE_LINE_BYTES
 
 
@@ -319,17 +282,16 @@ def kernels_of(text: str, inputs: tuple[Shape, ...], tile: int) -> tuple[Kernel 
 def _kernel(writer: _KernelWriter, room: int) -> Kernel | None:
     try:
         with for_a_kernel():
-            module = decomposed(writer.write())
+            module = decomposed(writer.run, list(map(writer.like, writer.memory)))
         unbuilt = functools.cache(functools.partial(unbuilt_kernel, module))
         taken = _allocates(module, unbuilt)
     except Exception as error:  # whatever Inductor cannot write: the operators can do it
         what = str(error).partition("\n")[0]
         log.info("a stage runs operator by operator: %s: %s", type(error).__name__, what)
         return None
-    memory = tuple(memory for memory, _ in writer.places.values())
     begin = functools.cache(functools.partial(begin_kernel, module))
     compiled = functools.cache(functools.partial(compile_kernel, module))
-    kernel = Kernel(memory, taken, begin, compiled, lambda given: unbuilt().run(given))
+    kernel = Kernel(writer.memory, taken, begin, compiled, lambda given: unbuilt().run(given))
     return kernel if taken <= room else None
 
 

@@ -13,7 +13,7 @@ What stands between two matmuls or convolutions runs operator by operator. With 
 one kernel (`fused_kernels`), but for the last rows of a chunk if they are fewer than a tile.
 
 The operator is pure. Beside its results a call takes the bytes that are laid out before the first
-chunk, and those of loose values and convolutions.
+chunk, and those of convolutions and of operators that cannot write into given memory.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ from fxremat.runtime.chunks.buffers import (
     VIEWS,
     accumulates_in,
     adds_straight,
-    bases,
     out_form,
 )
 from fxremat.runtime.chunks.call import CountedRows, RowsCall, flops, leaves_out
@@ -48,75 +47,41 @@ _ATEN = torch.ops.aten
 
 
 class _RowSum:
-    """A sum over all rows, while it is being added up."""
+    """A sum over all rows, while it is being added up: in float32 or better."""
 
     def __init__(self, one: Instruction, result: torch.Tensor, is_fused: bool) -> None:
-        self.one, self.result, self.wide = one, result, accumulates_in(one.dtype)
-        self.is_wide = self.wide == one.dtype
-        self.is_straight = adds_straight(one, result.device.type)
-        self.total = self.result if self.is_wide else self._new(self.wide)
-        self.partial: torch.Tensor | None = None
-        self.cast: torch.Tensor | None = None
-        self.is_fused, self.is_empty = is_fused, not is_fused
+        self.one, self.result, wide = one, result, accumulates_in(one.dtype)
+        self.total = result if wide == one.dtype else torch.empty_like(result, dtype=wide)
+        self.is_empty = not is_fused
         if is_fused:
             self.total.zero_()  # a kernel only adds
-        else:
-            self._make_room()
-
-    def _make_room(self) -> None:
-        """Make room for what some rows add up to; beside a kernel only while it is needed."""
-        if self.is_straight:
-            return
-        if self.one.op in CONVOLUTIONS:
-            self.cast = None if self.is_wide else self._new(self.wide)
-        elif self.one.op not in MATMULS:
-            self.partial = self._new(self.wide)
-        else:
-            self.partial, self.cast = self._new(self.one.dtype), self._new(self.wide)
-
-    def _new(self, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(self.one.row_shape, dtype=dtype, device=self.result.device)
 
     def add(self, args: list[Any], kwargs: dict[str, Any]) -> None:
-        if self.is_fused:
-            self._make_room()
-        if self.is_straight:
-            self._add_straight(*args)
-            return
-        if self.one.op in CONVOLUTIONS:
-            self._take(overload(self.one.op)(*args, **kwargs))
-            return
-        made_in = self.one.dtype if self.one.op in MATMULS else self.wide
-        is_first = self.is_empty and self.total.dtype == made_in
-        target, form = self.total if is_first else self.partial, out_form(self.one.op)
-        assert form is not None
-        assert target is not None
-        form(*args, **kwargs, out=target)
-        self._take(target)
-        if self.is_fused:
-            self.partial = None
+        total, op = self.total, self.one.op
+        if adds_straight(self.one, total.device.type):
+            self._add_product(*args)
+        else:
+            if op not in MATMULS | CONVOLUTIONS:
+                kwargs = {**kwargs, "dtype": total.dtype}
+            made = overload(op)(*args, **kwargs)
+            if self.is_empty:
+                total.copy_(made)
+            else:
+                total.add_(made.to(total.dtype))
+        self.is_empty = False
 
-    def _add_straight(self, left: torch.Tensor, right: torch.Tensor) -> None:
+    def _add_product(self, left: torch.Tensor, right: torch.Tensor) -> None:
         total, times = self.total, float(not self.is_empty)
-        if self.is_wide:
+        if total is self.result:
             torch.addmm(total, left, right, beta=times, out=total)
         elif not is_fake(total):  # torch 2.11 has no shapes for this one
             _ATEN.addmm.dtype_out(total, left, right, total.dtype, beta=times, out=total)
-        self.is_empty = False
-
-    def _take(self, made: torch.Tensor) -> None:
-        if made is not self.total:
-            if self.is_empty:
-                self.total.copy_(made)
-            else:
-                self.total.add_(made if self.cast is None else self.cast.copy_(made))
-        self.is_empty = False
 
     def finish(self, _: Instruction) -> torch.Tensor:
         """The sum, zero where there were no rows."""
         if self.is_empty:
             return self.result.zero_()
-        return self.result if self.is_wide else self.result.copy_(self.total)
+        return self.result if self.total is self.result else self.result.copy_(self.total)
 
 
 class _Execution:
@@ -129,10 +94,7 @@ class _Execution:
         # a compiler may have given them other strides
         self.rows = [row.contiguous() for row in call.rows]
         self.device = call.rows[0].device
-        first = self.program.num_rows
-        self.values: dict[int, torch.Tensor] = dict(enumerate(call.whole, first))
-        for number, one in enumerate(self.program.setup, self.program.first):
-            self.values[number] = one.run(self.values.__getitem__, 0)
+        self.values = dict(enumerate(call.whole, self.program.num_rows))
         fused = {
             number
             for stage, kernel in zip(self.plan.stages, self.kernels, strict=True)
@@ -195,12 +157,9 @@ class _Execution:
                 chunk.compute(stage.values)
                 continue
             for a, b in pieces(chunk.count, tile):
-                is_all = b - a == chunk.count
-                part = chunk if is_all else _Piece(self, chunk.start, chunk.a + a, chunk.a + b)
-                if kernel is not None and b - a == tile:
-                    kernel.run([part.memory(one) for one in kernel.memory])
-                else:
-                    part.compute_tile(stage.values)
+                part = _Piece(self, chunk.start, chunk.a + a, chunk.a + b)
+                part.compute_tile(stage.values, kernel if b - a == tile else None)
+                del part  # and its memory
 
 
 class _Piece:
@@ -224,23 +183,15 @@ class _Piece:
                     total.add(args[0])
             else:
                 self.write(number, one)
-            for dead in self.run.plan.dies.get(number, ()):
-                self.seen.pop(dead, None)
 
-    def compute_tile(self, values: Sequence[int]) -> None:
-        """Operator by operator, where no kernel does it; the memory is there for as long."""
+    def compute_tile(self, values: Sequence[int], kernel: Kernel | None) -> None:
+        """By a kernel, or else operator by operator."""
+        if kernel is not None:
+            kernel.run([self.memory(one) for one in kernel.memory])
+            return
         if any(self.run.kernels):
             self.own = self.run.slots(self.count, of_chunk=False)
         self.compute(values)
-        if self.own:
-            self.own = {}
-            self.seen = {n: t for n, t in self.seen.items() if not self.is_of_tile(n)}
-
-    def is_of_tile(self, number: int) -> bool:
-        """Whether what was looked at lies in a slot of the tile."""
-        plan = self.run.plan
-        slots = [plan.slot_of.get(base) for base in bases(self.run.program, number)]
-        return any(slot is not None and not plan.slots[slot].of_chunk for slot in slots)
 
     def memory(self, wanted: Memory) -> torch.Tensor:
         if wanted.kind == "value":
@@ -249,7 +200,7 @@ class _Piece:
             total = self.run.sums[wanted.number]
             assert isinstance(total, _RowSum), "no kernel adds to statistics"
             return total.total
-        return self.rows_of_slot(wanted.number, wanted.row_shape)
+        return self.rows_of_slot(wanted.number, (-1,))
 
     def rows_of_slot(self, slot: int, row_shape: Sequence[int]) -> torch.Tensor:
         numel, of_chunk = self.run.plan.slots[slot].numel, self.run.plan.slots[slot].of_chunk
@@ -281,13 +232,6 @@ class _Piece:
         return self.rows_of_slot(run.plan.slot_of[number], one.row_shape)
 
     def write(self, number: int, one: Instruction) -> None:
-        if number in self.run.plan.loose:
-            made = one.run(self.value, self.count)
-            if number in self.run.plan.slot_of or number in self.run.results:
-                self.value(number).copy_(made)
-            else:
-                self.seen[number] = made
-            return
         out = self.value(number)
         if one.op in COPIES or one.op in IN_PLACE:
             assert isinstance(one.args[0], Ref)
@@ -297,22 +241,17 @@ class _Piece:
             if one.op in IN_PLACE:
                 args = with_values(one.args[1:], self.value, self.count)
                 IN_PLACE[one.op](out, *args, **one.kwargs)
-            return
-        form = out_form(one.op)
-        assert form is not None
-        args, named = one.arguments(self.value, self.count)
-        form(*args, **named, out=out)
+        elif (form := out_form(one.op)) is not None:
+            args, named = one.arguments(self.value, self.count)
+            form(*args, **named, out=out)
+        else:
+            out.copy_(one.run(self.value, self.count))
 
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether rows of one shape are the same memory, if it exists; read as the same type."""
     begins = one.storage_offset() == other.storage_offset() and one.dtype == other.dtype
     return begins and storage_key(one) == storage_key(other)
-
-
-def kernels_called(*args: Any, **kwargs: Any) -> list[Kernel]:
-    """The kernels that a call with these arguments, of fake tensors, will run."""
-    return list(filter(None, RowsCall(*args, **kwargs).kernels))
 
 
 def _fake(*args: Any, **kwargs: Any) -> list[torch.Tensor]:

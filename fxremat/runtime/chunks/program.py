@@ -6,7 +6,7 @@ copies of the graph. Its instructions are calls of torch's own operators on *val
 * row inputs, whose first dimension is the rows (the program sees a few of them at a time);
 * whole inputs, the same for all rows: weights, vectors, numbers;
 * results of instructions. ``kind`` says what they are: "row" (rows in front), "last" (a transposed
-  look at rows), "whole" (made once, before the loop) or "sum" (added up over all rows).
+  look at rows) or "sum" (added up over all rows).
 
 ``row_shape`` is the shape of a result without its rows. Sums are results of a program only: no
 instruction reads one. An operator with several results has an instruction for each that is wanted,
@@ -32,6 +32,7 @@ from torch.utils import _pytree as pytree
 
 T = TypeVar("T")
 Kind = Literal["row", "last", "whole", "sum"]
+"""What a value is: the result of an instruction, or what is the same for all rows."""
 
 
 @dataclass(frozen=True)
@@ -114,14 +115,13 @@ class Ignored:
 
 @dataclass(frozen=True)
 class Program:
-    """Instructions before the loop and inside it; ``results`` are numbers of values.
+    """The instructions of a loop; ``results`` are numbers of values.
 
     ``ignored`` says which rows need not be computed; None where each has to be.
     """
 
     num_rows: int
     num_whole: int
-    setup: tuple[Instruction, ...]
     loop: tuple[Instruction, ...]
     results: tuple[int, ...]
     ignored: Ignored | None = None
@@ -131,30 +131,19 @@ class Program:
         """The number of the first instruction's value."""
         return self.num_rows + self.num_whole
 
-    @property
-    def start(self) -> int:
-        """The number of the first value that the loop computes."""
-        return self.first + len(self.setup)
-
-    @functools.cached_property
-    def instructions(self) -> tuple[Instruction, ...]:
-        return self.setup + self.loop
-
     def instruction(self, number: int) -> Instruction | None:
         """What computes a value; None for an input."""
-        return None if number < self.first else self.instructions[number - self.first]
+        return None if number < self.first else self.loop[number - self.first]
 
     def __getitem__(self, number: int) -> Instruction:
         """What computes a value that is no input."""
         assert number >= self.first, "an input is not computed"
-        return self.instructions[number - self.first]
+        return self.loop[number - self.first]
 
     def renumbered(self, number: Callable[[int], int], num_rows: int, num_whole: int) -> Program:
         """The same program with other numbers for its values, and for so many inputs."""
-        setup, loop = (
-            tuple(one.renumbered(number) for one in part) for part in (self.setup, self.loop)
-        )
-        return Program(num_rows, num_whole, setup, loop, tuple(map(number, self.results)))
+        loop = tuple(one.renumbered(number) for one in self.loop)
+        return Program(num_rows, num_whole, loop, tuple(map(number, self.results)))
 
 
 def with_values(thing: Any, value: Callable[[int], Any], rows: int) -> Any:

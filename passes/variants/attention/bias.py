@@ -32,8 +32,8 @@ from torch import fx
 from fxremat.compat.configuration import OpOverload
 from fxremat.compat.tensors import outside_fake_mode
 from fxremat.core.constants import MOST_MASK_ELEMENTS, MOST_NODES
-from fxremat.passes.joint_graph import is_mutating, is_random
-from fxremat.passes.nodes import Add, Shape, dtype_of, packet_name, shape_of
+from fxremat.passes.joint_graph import is_mutating, is_random, reached
+from fxremat.passes.nodes import Add, Shape, dtype_of, packet_name, run_calls, shape_of
 from fxremat.passes.variants.attention.layout import in_shape, is_move
 from fxremat.passes.variants.attention.scores import VERY_NEGATIVE, Mask, Reading, number
 from fxremat.passes.variants.saved_values import as_dtype
@@ -164,27 +164,22 @@ def _is_causal(known: torch.Tensor, of: Shape) -> bool:
 
 def _computed(node: fx.Node) -> torch.Tensor | None:
     """The value of a tensor that is made from no input of the graph, on the CPU."""
-    needed: dict[fx.Node, None] = {}
-    todo = [node]
-    while todo:
-        one = todo.pop()
-        if one in needed:
-            continue
-        needed[one] = None
-        is_call = one.op == "call_function" and isinstance(one.target, OpOverload)
-        if not is_call or is_random(one) or is_mutating(one) or len(needed) > MOST_NODES:
-            return None
-        shape = shape_of(one)
-        if shape is None or math.prod(shape) > MOST_MASK_ELEMENTS:
-            return None
-        todo += one.all_input_nodes
+    needed = reached([node], lambda one: one.all_input_nodes if _is_computable(one) else ())
+    if len(needed) > MOST_NODES or not all(map(_is_computable, needed)):
+        return None
     values: dict[fx.Node, Any] = {}
-    for one in sorted(needed):
-        args, kwargs = fx.map_arg((one.args, one.kwargs), values.__getitem__)
-        kwargs = {k: torch.device("cpu") if k == "device" else v for k, v in kwargs.items()}
-        values[one] = one.target(*args, **kwargs)  # type: ignore[operator]
+    run_calls(sorted(needed), values, torch.device("cpu"))
     found = values[node]
     return found if isinstance(found, torch.Tensor) else None
+
+
+def _is_computable(node: fx.Node) -> bool:
+    """Whether a node is a call that gives the same each time, and no large tensor."""
+    if node.op != "call_function" or not isinstance(node.target, OpOverload):
+        return False
+    shape = shape_of(node)
+    is_small = shape is not None and math.prod(shape) <= MOST_MASK_ELEMENTS
+    return is_small and not is_random(node) and not is_mutating(node)
 
 
 def _is_finite(node: Any) -> bool:

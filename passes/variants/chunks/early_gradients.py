@@ -25,6 +25,7 @@ from torch import fx
 from fxremat.compat.configuration import OpOverload
 from fxremat.passes.joint_graph import Role, is_repeatable, is_tensor, reached
 from fxremat.passes.nodes import arguments_of, dtype_of, packet_name, shape_of
+from fxremat.passes.variants.chunks.loops import constant_of
 from fxremat.passes.variants.chunks.operators import VIEWS
 from fxremat.passes.variants.chunks.regions import Region, levels
 
@@ -112,11 +113,8 @@ _SUMS = {"add": ("self", "other"), "sub": ("self", "other"), "where": ("self", "
 
 
 def _is_zero(thing: Any) -> bool:
-    if isinstance(thing, fx.Node):
-        if packet_name(thing) in ("full", "scalar_tensor"):
-            return _is_zero(thing.args[1 if packet_name(thing) == "full" else 0])
-        return packet_name(thing) in VIEWS and _is_zero(thing.args[0])
-    return isinstance(thing, (int, float)) and thing == 0
+    number = constant_of(thing) if isinstance(thing, fx.Node) else thing
+    return isinstance(number, (int, float)) and number == 0
 
 
 def _is_linear(node: fx.Node, dependent: set[fx.Node]) -> bool:

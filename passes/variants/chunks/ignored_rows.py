@@ -12,7 +12,7 @@ leave out the same rows. See docs/design/ignored_rows.md for what is exact.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from math import isfinite, prod
 from typing import Any
@@ -30,7 +30,7 @@ from fxremat.passes.variants.chunks.loops import Loop, constant_of
 from fxremat.passes.variants.chunks.operators import Operand, Result, row_shape_of
 from fxremat.passes.variants.chunks.regions import Region, readers
 from fxremat.runtime.chunks.buffers import COPIES, VIEWS
-from fxremat.runtime.chunks.program import Ignored, Kind, Number, overload, with_values
+from fxremat.runtime.chunks.program import Ignored, Kind, Number, overload
 
 
 @dataclass(frozen=True)
@@ -167,42 +167,21 @@ class IgnoredRows:
                     self.values[node] = found
         return self
 
-    def leave_out(self, loops: tuple[Loop, ...]) -> tuple[Loop, ...]:
-        """All loops of the region, leaving these rows out; none where it cannot be shown."""
-        outside = set(self.region.read_outside())
-        found: list[Loop] = []
-        for loop in loops:
-            results = self.results(loop, outside)
-            if results is None:
-                return ()
-            found.append(self.with_ignored(loop, results))
-        return tuple(found)
+    def leave_out(self, loop: Loop) -> Loop:
+        """A loop of the region, leaving these rows out.
 
-    def results(self, loop: Loop, outside: set[fx.Node]) -> list[Number] | None:
-        """What the results of a loop are; None if one is not known that is read outside."""
-        program = loop.program
-        values = [*map(self.value, loop.rows), *map(_constant, loop.whole)]
-        for one in program.instructions:
-            args = with_values(one.args, values.__getitem__, 0)
-            values.append(result_of(one.op, args, one.kwargs, one.dtype))
-        found: list[Number] = []
-        for node, number in zip(loop.results, program.results, strict=True):
-            value, made = values[number], program.instruction(number)
-            is_sum = made is not None and made.kind == "sum"
-            if (value is None and node in outside) or (is_sum and not is_zero(value)):
-                return None
-            found.append(0 if value is None else value.number)
-        return found
-
-    def with_ignored(self, loop: Loop, results: Sequence[Number]) -> Loop:
-        program, rows, first = loop.program, loop.rows, loop.program.num_rows
-        if self.label.node not in rows:  # one more row input, which nothing reads
-            rows = (*rows, self.label.node)
+        Of a result that is not known here, nothing is read outside: the region has grown so far.
+        """
+        program, rows, label = loop.program, loop.rows, self.label.node
+        known = (self.value(node) for node in loop.results)
+        results = tuple(0 if value is None else value.number for value in known)
+        if label not in dict(rows):  # one more row input, which nothing reads
+            rows, first = (*rows, (label, row_shape_of(label, self.region.rows) or ())), len(rows)
             program = program.renumbered(lambda n: n + (n >= first), first + 1, program.num_whole)
-        values = map(self.value, rows)
+        nodes = [node for node, _ in rows]
+        values = map(self.value, nodes)
         inputs = tuple(None if value is None else value.number for value in values)
-        place = rows.index(self.label.node)
-        ignored = Ignored(place, self.label.number, inputs, tuple(results))
+        ignored = Ignored(nodes.index(label), self.label.number, inputs, results)
         return replace(loop, rows=rows, program=replace(program, ignored=ignored))
 
 

@@ -8,8 +8,8 @@ out with the channels last, and no loop writes over what lies in another order.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from torch import fx
 
@@ -18,8 +18,8 @@ from fxremat.compat.tensors import fake_mode_of
 from fxremat.passes.base import Changed, Pass
 from fxremat.passes.joint_graph import is_tensor, reached
 from fxremat.runtime.chunks.buffers import places_of_images
-from fxremat.runtime.chunks.fused_kernels import Kernel
-from fxremat.runtime.chunks.operator import ROWS, kernels_called
+from fxremat.runtime.chunks.call import RowsCall
+from fxremat.runtime.chunks.operator import ROWS
 
 
 def suit_rows(module: fx.GraphModule) -> None:
@@ -64,12 +64,6 @@ def _is_wanted_densely(result: fx.Node) -> bool:
     return is_read or any(user.op == "output" for user in result.users)
 
 
-def _kernels(module: fx.GraphModule) -> Iterator[Kernel]:
-    for node in _calls(module):
-        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
-        yield from kernels_called(*args, **kwargs)
-
-
 def _calls(module: fx.GraphModule) -> list[fx.Node]:
     return list(module.graph.find_nodes(op="call_function", target=ROWS))
 
@@ -103,22 +97,14 @@ class InterpretRows(Pass):
 
 
 @dataclass(frozen=True)
-class BeginRows(Pass):
-    """Begins to compile the kernels that the calls of one half run; the graph stays as it is."""
-
-    name = "begin row kernels"
-
-    def call(self, module: fx.GraphModule) -> Changed:
-        for kernel in _kernels(module):
-            kernel.begin()
-        return Changed(module, False)
-
-
-@dataclass(frozen=True)
 class CompileRows(Pass):
-    """Compiles the kernels that the calls of one half run; the graph stays as it is."""
+    """Compiles the kernels that the calls of one half run, or begins to; the graph stays as it is.
+
+    It ``waits`` until they are there, or lets them be compiled beside what Python does.
+    """
 
     name = "row kernels"
+    waits: bool = True
 
     def requires(self, module: fx.GraphModule) -> None:
         """The calls have their final layout: it is part of what is compiled."""
@@ -126,6 +112,12 @@ class CompileRows(Pass):
             self.demand(bool(node.kwargs.get("fused")), f"{node.name} has no layout yet")
 
     def call(self, module: fx.GraphModule) -> Changed:
-        for kernel in _kernels(module):
-            kernel.compiled()
+        for node in _calls(module):
+            given: Any = fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
+            args, kwargs = given
+            for kernel in filter(None, RowsCall(*args, **kwargs).kernels):
+                if self.waits:
+                    kernel.compiled()
+                else:
+                    kernel.begin()
         return Changed(module, False)

@@ -23,55 +23,90 @@ outside of the row has no element: then a 0 is added at some place inside.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import fx
 
 from fxremat.passes.joint_graph import reached
-from fxremat.passes.nodes import dtype_of, first_operand, packet_name, shape_of
-from fxremat.passes.variants.chunks.operators import Operand, Result, operands, row_shape_of
+from fxremat.passes.nodes import Shape, dtype_of, first_operand, packet_name, shape_of
+from fxremat.passes.variants.chunks.operators import VIEWS, Operand, Result, operands, row_shape_of
 from fxremat.passes.variants.chunks.regions import Region
 from fxremat.runtime.chunks.program import Instruction, Kind, Program, Ref, RowCount
 
 BLOCK = 1 << 40
 """While a program is being written, whole inputs and so on are numbered from multiples of this."""
-_ROWS, _WHOLE, _SETUP, _LOOP = range(4)
+_ROWS, _WHOLE, _LOOP = range(3)
 
 
 class Refused(Exception):
     """A region that cannot be written as loops."""
 
 
+Input = tuple[fx.Node, Shape]
+"""A node as an input of a loop, and the shape that is read: behind the rows, or of the whole."""
+
+
 @dataclass(frozen=True)
 class Loop:
-    """A call to be: its inputs, and the nodes that its results stand for.
+    """A call to be: its inputs, and the nodes that its results stand for."""
 
-    ``dense`` are row inputs that must be dense behind their rows, because they are reshaped.
-    """
-
-    rows: tuple[fx.Node, ...]
-    whole: tuple[fx.Node, ...]
-    dense: frozenset[fx.Node]
+    rows: tuple[Input, ...]
+    whole: tuple[Input, ...]
     program: Program
     results: tuple[fx.Node, ...]
 
 
+@dataclass(frozen=True)
+class OneHotRow:
+    """Rows of zeros but for one element: where, of how many, and what.
+
+    ``index`` is a value [rows, 1] of the program. So is ``element``, or it is one number; it is
+    True where rows tell which positions the index is equal to.
+    """
+
+    index: int
+    width: int
+    element: Ref | float | Literal[True]
+
+
+Fact = float | str | OneHotRow
+"""What is known of a value: the number that fills it; "iota" for 0, 1, 2, ... in one row."""
+
+
+def constant_of(node: fx.Node) -> float | str | None:
+    """The number that a tensor is filled with; "iota" for positions 0, 1, 2, ... in one row."""
+    name = packet_name(node)
+    if name in VIEWS:
+        source = first_operand(node)
+        shape, own, found = shape_of(node), shape_of(source), constant_of(source)
+        keeps = shape is not None and own is not None and shape[-1:] == own[-1:]
+        keeps = keeps and name in ("view", "expand", "unsqueeze", "reshape")
+        return found if keeps or found != "iota" else None
+    if name in ("full", "scalar_tensor"):
+        value = node.args[1 if name == "full" else 0]
+        return float(value) if isinstance(value, (int, float)) else None
+    if name == "iota":
+        given = (node.kwargs.get("start"), node.kwargs.get("step"))
+        return "iota" if given == (0, 1) else None
+    return None
+
+
 class _ProgramWriter:
-    """Writes the program of one loop; ``blocks`` are its row inputs, whole inputs, setup, loop."""
+    """Writes the program of one loop; ``blocks`` are its row inputs, whole inputs, and calls."""
 
     def __init__(self, region: Region, stops: Callable[[fx.Node, Kind], bool]) -> None:
         self.region, self.stops = region, stops
-        self.blocks: tuple[list[Any], ...] = ([], [], [], [])
-        self.dense: set[fx.Node] = set()
+        self.blocks: tuple[list[Any], ...] = ([], [], [])
         self.made: dict[tuple[fx.Node, Kind], int] = {}
-        self.reshaped_values: dict[tuple[int, tuple[int, ...]], int] = {}
+        self.read: dict[Operand, int] = {}
+        self.facts: dict[int, Fact] = {}
+        self.placed_elements: dict[OneHotRow, tuple[int, int]] = {}
 
-    def add(self, one: fx.Node | Instruction, block: int = _LOOP) -> int:
+    def add(self, one: Input | Instruction, block: int = _LOOP) -> int:
         self.blocks[block].append(one)
         return block * BLOCK + len(self.blocks[block]) - 1
 
@@ -93,45 +128,30 @@ class _ProgramWriter:
         for node, kind in sorted(reached(wanted, read)):
             parts: list[int] = []
             for call in self.region.known_calls(node, kind):
-                parts.append(self.add(call.with_other(partial(self.argument, parts))))
+                parts.append(self.call(call.with_other(partial(self.argument, parts))))
             self.made[node, kind] = parts[-1]
 
     def argument(self, parts: list[int], one: Any) -> Any:
         if isinstance(one, Operand):
-            return Ref(self.value(one))
+            if one not in self.read:
+                self.read[one] = self.value(one)
+            return Ref(self.read[one])
         return Ref(parts[one.position]) if isinstance(one, Result) else one
 
     def value(self, wanted: Operand) -> int:
+        """What is computed here, seen in the wanted shape; else an input of that shape."""
         node, kind = wanted.node, wanted.kind
-        if (node, kind) not in self.made:
-            self.made[node, kind] = self.input(node, kind)
-        number = self.made[node, kind]
-        own = shape_of(node) if kind == "whole" else row_shape_of(node, self.region.rows)
-        if kind == "last" or own == wanted.row_shape:
+        number = self.made.get((node, kind))
+        if number is None:
+            return self.input(wanted)
+        if kind == "last" or row_shape_of(node, self.region.rows) == wanted.row_shape:
             return number
-        return self.reshaped(number, wanted)
+        args = (Ref(self.as_dense(number)), (RowCount(), *wanted.row_shape))
+        view = "aten.view.default"
+        return self.add(Instruction(view, args, {}, "row", wanted.row_shape, dtype_of(node)))
 
-    def reshaped(self, number: int, wanted: Operand) -> int:
-        """A look at a value in another shape; it has to be dense."""
-        key = number, wanted.row_shape
-        if key not in self.reshaped_values:
-            is_whole = wanted.kind == "whole"
-            shape: tuple[Any, ...] = wanted.row_shape
-            if not is_whole:
-                number = self.as_dense(number, wanted.node)
-                shape = (RowCount(), *shape)
-            view = Instruction(
-                "aten.view.default", (Ref(number), shape), {}, "whole" if is_whole else "row",
-                wanted.row_shape, dtype_of(wanted.node),
-            )  # fmt: skip
-            self.reshaped_values[key] = self.add(view, _SETUP if is_whole else _LOOP)
-        return self.reshaped_values[key]
-
-    def as_dense(self, number: int, node: fx.Node) -> int:
+    def as_dense(self, number: int) -> int:
         """The value itself if its memory is dense, else a copy."""
-        if number < BLOCK:
-            self.dense.add(node)
-            return number
         one = self.blocks[_LOOP][number - _LOOP * BLOCK]
         if one.op not in ("aten.permute.default", "aten.expand.default", "aten.slice.Tensor",
                           "aten.select.int"):  # fmt: skip
@@ -140,32 +160,130 @@ class _ProgramWriter:
             replace(one, op="aten.clone.default", args=(Ref(number),), kwargs={}, kind="row")
         )
 
-    def input(self, node: fx.Node, kind: Kind) -> int:
+    def input(self, wanted: Operand) -> int:
+        node, kind = wanted.node, wanted.kind
         is_look = self.region.is_view(node) and node in self.region.kinds
         if kind not in ("row", "whole") or is_look:
             raise Refused(f"{node} is no input of a loop")
-        return self.add(node, _ROWS if kind == "row" else _WHOLE)
-
-    def program(self, results: list[fx.Node]) -> Program:
-        starts = list(accumulate(map(len, self.blocks), initial=0))
-        made = tuple(self.made[node, self.region.kinds[node]] for node in results)
-        rows, whole, setup, loop = self.blocks
-        return Program(0, 0, tuple(setup), tuple(loop), made).renumbered(
-            lambda n: starts[n // BLOCK] + n % BLOCK, len(rows), len(whole)
-        )
+        number = self.add((node, wanted.row_shape), _ROWS if kind == "row" else _WHOLE)
+        constant = constant_of(node) if kind == "whole" else None
+        if constant is not None:
+            self.facts[number] = constant
+        return number
 
     def as_loop(self, results: list[fx.Node]) -> Loop:
+        """The loop, less what nobody reads; one row input stays: it has the number of rows."""
         self.write(results)
-        rows, whole, *_ = self.blocks
+        made = [self.made[node, self.region.kinds[node]] for node in results]
+        rows, whole, calls = self.blocks
         if not rows:
             raise Refused("a loop without rows")
-        row_shapes = [row_shape_of(node, self.region.rows) or () for node in rows]
-        program = with_one_hot_rows(self.program(results), row_shapes, whole)
-        program, rows_read, whole_read = without_unused(program)
-        return Loop(
-            tuple(rows[n] for n in rows_read), tuple(whole[n] for n in whole_read),
-            frozenset(self.dense), program, tuple(results),
-        )  # fmt: skip
+        first = _LOOP * BLOCK
+        read = reached(made, lambda n: calls[n - first].reads if n >= first else ())
+        read |= {0} if min(read) >= BLOCK else set()
+        numbers = {old: new for new, old in enumerate(sorted(read))}
+        rows, whole, calls = (
+            [one for place, one in enumerate(block) if start * BLOCK + place in read]
+            for start, block in enumerate(self.blocks)
+        )
+        loop = tuple(one.renumbered(numbers.__getitem__) for one in calls)
+        places = tuple(map(numbers.__getitem__, made))
+        program = Program(len(rows), len(whole), loop, places)
+        return Loop(tuple(rows), tuple(whole), program, tuple(results))
+
+    # --- one-hot rows
+
+    def call(self, one: Instruction) -> int:
+        """Add a call, or find the value that may be read in place of what it gives."""
+        found = None if one.kwargs else self.simplified(one)
+        if isinstance(found, int):
+            return found
+        number = self.add(one)
+        if found is not None:
+            self.facts[number] = found
+        return number
+
+    def row_call(
+        self, op: str, *args: Any, like: Instruction, row_shape: Shape = (1,),
+        dtype: torch.dtype | None = None,
+    ) -> int:  # fmt: skip
+        return self.add(Instruction(op, args, {}, "row", row_shape, dtype or like.dtype))
+
+    def shape(self, number: int) -> Shape:
+        one = self.blocks[number // BLOCK][number % BLOCK]
+        shape: Shape = one.row_shape if isinstance(one, Instruction) else one[1]
+        return shape
+
+    def is_one_a_row(self, number: int) -> bool:
+        return number // BLOCK != _WHOLE and self.shape(number) == (1,)
+
+    def simplified(self, one: Instruction) -> int | OneHotRow | None:
+        """The value to read in place of what a call gives, or what is known of it."""
+        numbers = [a.number for a in one.args if isinstance(a, Ref)]
+        match one.op, [self.facts.get(n) for n in numbers]:
+            case "aten.eq.Tensor", [_, "iota"]:
+                return self.comparison(one, *numbers)
+            case "aten.eq.Tensor", ["iota", _]:
+                return self.comparison(one, *numbers[::-1])
+            case "aten.where.self", [OneHotRow(element=True) as row, float(element), 0.0]:
+                return replace(row, element=element)
+            case "aten.mul.Tensor", [OneHotRow(element=Ref() | float()) as row, None | float()]:
+                return self.multiplied(one, row, numbers[1])
+            case "aten.mul.Tensor", [None | float(), OneHotRow(element=Ref() | float()) as row]:
+                return self.multiplied(one, row, numbers[0])
+            case "prims.convert_element_type.default", [OneHotRow(element=Ref()) as row]:
+                made = self.row_call(one.op, row.element, *one.args[1:], like=one)
+                return replace(row, element=Ref(made))
+            case "prims.convert_element_type.default", [OneHotRow(element=float(number)) as row]:
+                is_exact = torch.tensor(number, dtype=one.dtype).item() == number
+                return row if is_exact else None
+            case "aten.sum.dim_IntList", [OneHotRow(element=Ref()) as row]:
+                is_row = one.kind == "row" and one.row_shape == (1,)
+                return self.placed(row, one)[1] if is_row else None
+            case "aten.add.Tensor" | "aten.sub.Tensor", [OneHotRow(element=Ref()) as row, other]:
+                is_dense = not isinstance(other, OneHotRow)
+                return self.added(one, row, numbers[1], is_first=True) if is_dense else None
+            case "aten.add.Tensor" | "aten.sub.Tensor", [_, OneHotRow(element=Ref()) as row]:
+                return self.added(one, row, numbers[0], is_first=False)
+        return None
+
+    def comparison(self, one: Instruction, index: int, positions: int) -> OneHotRow | None:
+        made = self.blocks[index // BLOCK][index % BLOCK]
+        if isinstance(made, Instruction) and made.op == "aten.expand.default":
+            index = made.args[0].number
+        is_whole = len(one.row_shape) == 1 and self.shape(positions)[-1:] == one.row_shape
+        fits = is_whole and self.is_one_a_row(index)
+        return OneHotRow(index, one.row_shape[0], True) if fits else None
+
+    def multiplied(self, one: Instruction, row: OneHotRow, factor: int) -> OneHotRow | None:
+        if not self.is_one_a_row(factor):
+            return None
+        made = self.row_call("aten.mul.Tensor", Ref(factor), row.element, like=one)
+        return replace(row, element=Ref(made))
+
+    def placed(self, row: OneHotRow, like: Instruction) -> tuple[int, int]:
+        """The index, inside the row, and the element there: 0 for an index outside."""
+        if row not in self.placed_elements:
+            call, index = partial(self.row_call, like=like), Ref(row.index)
+            inside = call("aten.clamp.default", index, 0, row.width - 1, dtype=torch.int64)
+            same = call("aten.eq.Tensor", Ref(inside), index, dtype=torch.bool)
+            zero = call("aten.mul.Tensor", row.element, 0)
+            kept = call("aten.where.self", Ref(same), row.element, Ref(zero))
+            self.placed_elements[row] = inside, kept
+        return self.placed_elements[row]
+
+    def added(self, one: Instruction, row: OneHotRow, dense: int, is_first: bool) -> int | None:
+        """A one-hot row and one that has all elements."""
+        if self.shape(dense) != one.row_shape:
+            return None
+        call, whole = partial(self.row_call, like=one), one.row_shape
+        index, element = self.placed(row, one)
+        if one.op == "aten.sub.Tensor" and is_first:
+            dense = call("aten.neg.default", Ref(dense), row_shape=whole)
+        elif one.op == "aten.sub.Tensor":
+            element = call("aten.neg.default", Ref(element))
+        args = Ref(dense), 1, Ref(index), Ref(element)
+        return call("aten.scatter_add.default", *args, row_shape=whole)
 
 
 def plan_loops(region: Region, level: Mapping[fx.Node, int]) -> list[Loop]:
@@ -183,209 +301,7 @@ def plan_loops(region: Region, level: Mapping[fx.Node, int]) -> list[Loop]:
             return level[node] < now and (kind == "sum" or (narrow and node in depending_on_big))
 
         loops.append(_ProgramWriter(region, stops).as_loop(results))
-        for node in (*loops[-1].rows, *loops[-1].whole):
+        for node, _ in (*loops[-1].rows, *loops[-1].whole):
             if node in region.kinds:
                 wanted.setdefault(level[node], set()).add(node)
     return loops[::-1]
-
-
-# --- one-hot rows ------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class OneHotRow:
-    """Rows of zeros but for one element: where, of how many, and what.
-
-    ``index`` is a value [rows, 1] of the program. So is ``element``, or it is one number.
-    """
-
-    index: int
-    width: int
-    element: Ref | float
-
-
-@dataclass(frozen=True)
-class _Comparison:
-    """Rows that are true at an index alone."""
-
-    index: int
-
-
-Fact = float | str | OneHotRow | _Comparison
-"""What is known of a value: the number that fills it; "iota" for 0, 1, 2, ... in one row."""
-
-
-def constant_of(node: fx.Node) -> float | str | None:
-    """The number that a tensor is filled with; "iota" for positions 0, 1, 2, ... in one row."""
-    name = packet_name(node)
-    if name in ("view", "expand", "unsqueeze", "reshape"):
-        source = first_operand(node)
-        shape, own, found = shape_of(node), shape_of(source), constant_of(source)
-        keeps = shape is not None and own is not None and shape[-1:] == own[-1:]
-        return found if keeps or found != "iota" else None
-    if name in ("full", "scalar_tensor"):
-        value = node.args[1 if name == "full" else 0]
-        return float(value) if isinstance(value, (int, float)) else None
-    if name == "iota":
-        given = (node.kwargs.get("start"), node.kwargs.get("step"))
-        return "iota" if given == (0, 1) else None
-    return None
-
-
-class _Simplifier:
-    """Walks a program once; new instructions go where the old ones are."""
-
-    def __init__(
-        self, program: Program, shapes: Sequence[tuple[int, ...]], facts: dict[int, Fact]
-    ) -> None:
-        self.program, self.facts = program, facts
-        self.shapes = [*shapes, *(one.row_shape for one in program.setup)]
-        self.loop: list[Instruction] = []
-        self.placed_elements: dict[OneHotRow, tuple[int, int]] = {}
-
-    def run(self) -> Program:
-        renamed: dict[int, int] = {}
-        for number, one in enumerate(self.program.loop, self.program.start):
-            one = one.renumbered(lambda n: renamed.get(n, n))
-            numbers = [a.number for a in one.args if isinstance(a, Ref)]
-            found = None if one.kwargs else self.replacement(one, numbers)
-            if found is None:
-                found = self.append(one)
-                fact = self.fact(one, numbers) if one.kind == "row" else None
-                if fact is not None:
-                    self.facts[found] = fact
-            renamed[number] = found
-        results = tuple(renamed.get(n, n) for n in self.program.results)
-        return replace(self.program, loop=tuple(self.loop), results=results)
-
-    def append(self, one: Instruction) -> int:
-        self.loop.append(one)
-        self.shapes.append(one.row_shape)
-        return len(self.shapes) - 1
-
-    def add(self, op: str, *args: Any, like: Instruction, row_shape: tuple[int, ...] = (1,),
-            dtype: torch.dtype | None = None) -> int:  # fmt: skip
-        return self.append(Instruction(op, args, {}, "row", row_shape, dtype or like.dtype))
-
-    def made_by(self, number: int) -> Instruction | None:
-        return self.loop[number - self.program.start] if number >= self.program.start else None
-
-    def is_one_a_row(self, number: int) -> bool:
-        has_rows = number < self.program.num_rows or number >= self.program.start
-        return has_rows and self.shapes[number] == (1,)
-
-    def fact(self, one: Instruction, numbers: list[int]) -> Fact | None:
-        """What is known of the rows that an instruction gives: zeros stay zeros."""
-        match one.op, [self.facts.get(n) for n in numbers]:
-            case "aten.eq.Tensor", [_, "iota"]:
-                return self.comparison(one, *numbers)
-            case "aten.eq.Tensor", ["iota", _]:
-                return self.comparison(one, *numbers[::-1])
-            case "aten.where.self", [_Comparison(index), float(element), 0.0]:
-                return OneHotRow(index, one.row_shape[0], element)
-            case "aten.mul.Tensor", [OneHotRow() as row, None | float()]:
-                return self.multiplied(one, row, numbers[1])
-            case "aten.mul.Tensor", [None | float(), OneHotRow() as row]:
-                return self.multiplied(one, row, numbers[0])
-            case "prims.convert_element_type.default", [OneHotRow(element=Ref()) as row]:
-                made = self.add(one.op, row.element, *one.args[1:], like=one)
-                return replace(row, element=Ref(made))
-            case "prims.convert_element_type.default", [OneHotRow(element=number) as row]:
-                is_exact = torch.tensor(number, dtype=one.dtype).item() == number
-                return row if is_exact else None
-        return None
-
-    def comparison(self, one: Instruction, index: int, positions: int) -> Fact | None:
-        made = self.made_by(index)
-        if made is not None and made.op == "aten.expand.default":
-            index = made.args[0].number
-        is_whole = len(one.row_shape) == 1 and self.shapes[positions][-1:] == one.row_shape
-        return _Comparison(index) if is_whole and self.is_one_a_row(index) else None
-
-    def multiplied(self, one: Instruction, row: OneHotRow, factor: int) -> Fact | None:
-        if not self.is_one_a_row(factor):
-            return None
-        made = self.add("aten.mul.Tensor", Ref(factor), row.element, like=one)
-        return replace(row, element=Ref(made))
-
-    def replacement(self, one: Instruction, numbers: list[int]) -> int | None:
-        """The value that may be read in place of what the instruction gives."""
-        match one.op, [self.facts.get(n) for n in numbers]:
-            case "aten.sum.dim_IntList", [OneHotRow(element=Ref()) as row]:
-                is_row = one.kind == "row" and one.row_shape == (1,)
-                return self.placed(row, one)[1] if is_row else None
-            case "aten.add.Tensor" | "aten.sub.Tensor", [OneHotRow(element=Ref()) as row, other]:
-                is_dense = not isinstance(other, OneHotRow)
-                return self.added(one, row, numbers[1], is_first=True) if is_dense else None
-            case "aten.add.Tensor" | "aten.sub.Tensor", [other, OneHotRow(element=Ref()) as row]:
-                is_dense = not isinstance(other, OneHotRow)
-                return self.added(one, row, numbers[0], is_first=False) if is_dense else None
-        return None
-
-    def placed(self, row: OneHotRow, like: Instruction) -> tuple[int, int]:
-        """The index, inside the row, and the element there: 0 for an index outside."""
-        if row not in self.placed_elements:
-            index = Ref(row.index)
-            inside = self.add("aten.clamp.default", index, 0, row.width - 1, like=like,
-                              dtype=torch.int64)  # fmt: skip
-            same = self.add("aten.eq.Tensor", Ref(inside), index, like=like, dtype=torch.bool)
-            zero = self.add("aten.mul.Tensor", row.element, 0, like=like)
-            kept = self.add("aten.where.self", Ref(same), row.element, Ref(zero), like=like)
-            self.placed_elements[row] = inside, kept
-        return self.placed_elements[row]
-
-    def added(self, one: Instruction, row: OneHotRow, dense: int, is_first: bool) -> int | None:
-        """A one-hot row and one that has all elements."""
-        if self.shapes[dense] != one.row_shape:
-            return None
-        index, element = self.placed(row, one)
-        if one.op == "aten.sub.Tensor" and is_first:
-            dense = self.negated(dense, one)
-        elif one.op == "aten.sub.Tensor":
-            element = self.add("aten.neg.default", Ref(element), like=one)
-        return self.add("aten.scatter_add.default", Ref(dense), 1, Ref(index), Ref(element),
-                        like=one, row_shape=one.row_shape)  # fmt: skip
-
-    def negated(self, number: int, like: Instruction) -> int:
-        """Minus a value; of a product with one number a row, that number is negated instead."""
-        made = self.made_by(number)
-        for place, factor in enumerate(made.args if made and made.op == "aten.mul.Tensor" else ()):
-            if made and isinstance(factor, Ref) and self.is_one_a_row(factor.number):
-                minus = Ref(self.add("aten.neg.default", factor, like=like))
-                args = (*made.args[:place], minus, *made.args[place + 1 :])
-                return self.add(made.op, *args, like=made, row_shape=made.row_shape)
-        return self.add("aten.neg.default", Ref(number), like=like, row_shape=like.row_shape)
-
-
-def without_unused(program: Program) -> tuple[Program, list[int], list[int]]:
-    """The program less what nobody reads in its loop and among its inputs, and the inputs left.
-
-    Without any rows there would be no number of rows, so one row input stays.
-    """
-    first, start = program.first, program.start
-    read = reached(
-        (*program.results, *range(first, start)), lambda n: program[n].reads if n >= first else ()
-    )
-    rows = [n for n in range(program.num_rows) if n in read] or [0]
-    whole = [n for n in range(program.num_rows, first) if n in read]
-    loop = [n for n in range(start, start + len(program.loop)) if n in read]
-    numbers = {old: new for new, old in enumerate([*rows, *whole, *range(first, start), *loop])}
-    left = replace(program, loop=tuple(program[n] for n in loop))
-    made = left.renumbered(numbers.__getitem__, len(rows), len(whole))
-    return made, rows, [n - program.num_rows for n in whole]
-
-
-def with_one_hot_rows(
-    program: Program, rows: Sequence[tuple[int, ...]], whole: Sequence[fx.Node]
-) -> Program:
-    """The program with one-hot rows as indices and elements.
-
-    ``rows`` are the shapes of row inputs behind their rows, ``whole`` the nodes of whole inputs.
-    """
-    known = enumerate(map(constant_of, whole), program.num_rows)
-    facts: dict[int, Fact] = {number: found for number, found in known if found is not None}
-    for number, one in enumerate(program.setup, program.first):
-        (source,) = one.reads
-        if source in facts:
-            facts[number] = facts[source]
-    return _Simplifier(program, [*rows, *(shape_of(node) or () for node in whole)], facts).run()

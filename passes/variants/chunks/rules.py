@@ -34,7 +34,6 @@ from fxremat.passes.nodes import add_call, adder, dtype_of, known_shape, laid_ou
 from fxremat.passes.variants.chunks.early_gradients import Factor, factor
 from fxremat.passes.variants.chunks.ignored_rows import IgnoredRows, ignored_rows
 from fxremat.passes.variants.chunks.loops import Loop, Refused, plan_loops
-from fxremat.passes.variants.chunks.operators import row_shape_of
 from fxremat.passes.variants.chunks.regions import Region, find_image_regions, find_regions, levels
 from fxremat.passes.variants.insertion import Rule, Site, StandIns
 from fxremat.passes.variants.saved_values import as_view, has_order
@@ -128,24 +127,20 @@ class _Insertion:
     def input(self, node: fx.Node) -> fx.Node:
         return self.made.get(node) or self.nodes[node]
 
-    def rows(self, node: fx.Node, is_dense: bool) -> fx.Node:
-        """A node as [rows, *row_shape], copied where no view is that, or none with dense rows."""
+    def shaped(self, node: fx.Node, *shape: int) -> fx.Node:
+        """A node in a shape, copied where no view is that."""
         given = self.input(node)
-        row_shape = row_shape_of(node, self.region.rows)
-        assert row_shape is not None
-        shape = [self.region.rows, *row_shape]
-        seen = as_view(given.meta["val"], shape)
-        if seen is None or (is_dense and not seen[0].is_contiguous()):
+        if as_view(given.meta["val"], shape) is None:
             kwargs = {"memory_format": torch.contiguous_format}
             given = add_call(self.graph, _ATEN.clone.default, (given,), given, **kwargs)
-        if list(given.meta["val"].shape) == shape:
+        if given.meta["val"].shape == shape:
             return given
-        return add_call(self.graph, _ATEN.view.default, (given, shape), given)
+        return add_call(self.graph, _ATEN.view.default, (given, list(shape)), given)
 
     def call(self, loop: Loop) -> None:
-        whole = [self.input(node) for node in loop.whole]
-        self.after([*map(self.input, loop.rows), *whole])
-        rows = [self.rows(node, node in loop.dense) for node in loop.rows]
+        self.after([self.input(node) for node, _ in (*loop.rows, *loop.whole)])
+        rows = [self.shaped(node, self.region.rows, *shape) for node, shape in loop.rows]
+        whole = [self.shaped(node, *shape) for node, shape in loop.whole]
         args = (rows, whole, dump(loop.program), *self.form.size)
         call = add_call(self.graph, ROWS, args, self.nodes[loop.results[0]])
         for position, node in enumerate(loop.results):
@@ -231,7 +226,7 @@ def _again(region: Region, ignored: IgnoredRows | None, scale: Factor | None = N
     except (Refused, TypeError):
         return None
     if ignored is not None:
-        loops = ignored.leave_out(loops)
+        loops = tuple(map(ignored.leave_out, loops))
     if not loops or (scale is not None and len(loops) > 1):
         return None
     return partial(_Form, region, loops, scale=scale)
