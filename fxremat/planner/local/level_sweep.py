@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from itertools import pairwise, repeat
 
 from fxremat.core.constants import MEASURABLE
+from fxremat.core.timeline import replay
 from fxremat.planner import constants
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.indexed_problem import INPUT, IndexedProblem, live_bytes, peak_bound
@@ -22,9 +23,14 @@ from fxremat.planner.local.editable_schedule import (
     level_work,
     path_work,
 )
-from fxremat.planner.local.least_peak import optima, search_lower
+from fxremat.planner.local.least_peak import optima
 from fxremat.planner.local.ruin_and_repair import Improver
-from fxremat.planner.local.stage_schedule import ExtraRun, ParetoFront, StageSchedule
+from fxremat.planner.local.stage_schedule import (
+    ExtraRun,
+    ParetoFront,
+    StageSchedule,
+    steps_of,
+)
 from fxremat.planner.solvers import SolverOptions
 
 
@@ -38,15 +44,16 @@ def fill(front: ParetoFront, options: SolverOptions) -> int:
     front.offer(StageSchedule(model))
     found, proven = optima(model)
     for peak, runs in found:
-        front.add(peak, runs)
+        real = replay(model.problem, model.names(steps_of(model.n, runs))).peak_bytes
+        front.add(real, runs)
+        proven &= real == peak  # not where a value is in two in-place pairs of an op
     if proven or not model.n:
         return found[-1][0] if found else 0
     descend_from_store_all(front, 0, (work, work // 3, work // 3), deadline)
     if deadline.running():
         offer_segments(front, work)
     if deadline.running() and front.least().peak > peak_bound(model):
-        lowest = Improver.at(front, 0, options.seed * 1000 + 999)
-        search_lower(lowest, 5 * level_work(model.n))
+        Improver.at(front, 0, options.seed * 1000 + 999).lower(5 * level_work(model.n))
     targets = _levels(front)
     for k, target in enumerate(targets):
         below = targets[k + 1] if k + 1 < len(targets) else 0

@@ -34,7 +34,7 @@ import numpy as np
 from fxremat.core.problem import Problem
 from fxremat.planner import constants
 from fxremat.planner.indexed_problem import INPUT, IndexedProblem, build_model, live_bytes
-from fxremat.planner.published.parts import Steps, backwards, makers, overtaken, read_later
+from fxremat.planner.published.parts import Steps, backwards, makers, read_later
 from fxremat.planner.solvers import ProblemRefused
 
 
@@ -455,6 +455,6 @@ def _worst(
             if first:  # fixed values begin and end at first runs only
                 begins.update(spans.keys() & model.writes[op])
                 ends.update(v for v in model.reads[op] if v in spans and spans[v][1] == op)
-            alive -= overtaken(model, op, ends, begins)
+            alive -= model.overtaken(op, ends, begins)
         worst = max(worst, fixed + alive)
     return worst

@@ -136,3 +136,14 @@ def with_runs(allowed: list[list[int]], runs: Iterable[ExtraRun]) -> list[list[i
     for op, stage in runs:
         more[stage].add(op)
     return [sorted(ops) for ops in more]
+
+
+def pairs_apart(model: IndexedProblem, op: int, first: bool) -> list[tuple[int, int]]:
+    """The in-place pairs of which no value is in an earlier one. A repeat writes no output anew."""
+    found, met = list[tuple[int, int]](), set[int]()
+    for read, write in model.inplace[op]:
+        if first or not model.is_output[write]:
+            if met.isdisjoint((read, write)):
+                found.append((read, write))
+            met |= {read, write}
+    return found

@@ -36,7 +36,12 @@ from fxremat.planner.deadline import Deadline
 from fxremat.planner.indexed_problem import IndexedProblem
 from fxremat.planner.local.stage_schedule import ExtraRun, StageSchedule, steps_of
 from fxremat.planner.published import moccasin_intervals
-from fxremat.planner.published.known_schedule import Incumbent, all_runs, without_unread
+from fxremat.planner.published.known_schedule import (
+    Incumbent,
+    all_runs,
+    pairs_apart,
+    without_unread,
+)
 from fxremat.planner.solvers import ProblemRefused, SolverOptions
 
 NAME = "moccasin"
@@ -119,18 +124,9 @@ def _hint(call: Incumbent) -> list[list[int]] | None:
 
 
 def _shares(model: IndexedProblem, op: int, first: bool, unit: int) -> list[tuple[int, int]]:
-    """Reads that the op may write over, and how many bytes of them.
-
-    Only pairs of which no value is in an earlier pair. A repeat writes no output anew.
-    """
-    out = []
-    met: set[int] = set()
-    for read, write in model.inplace[op]:
-        if first or not model.is_output[write]:
-            if not met & {read, write}:
-                out.append((read, min(model.bytes[read], model.bytes[write]) // unit))
-            met |= {read, write}
-    return out
+    """Reads that the op may write over, and how many bytes of them."""
+    pairs = pairs_apart(model, op, first)
+    return [(read, min(model.bytes[read], model.bytes[write]) // unit) for read, write in pairs]
 
 
 def _answers(question: dict[str, Any], deadline: Deadline) -> Iterator[list[ExtraRun]]:

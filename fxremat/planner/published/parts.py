@@ -182,19 +182,8 @@ def most_alive(model: IndexedProblem, steps: Sequence[int], keep: frozenset[int]
     """Bytes at the worst step, of what the steps touch; values in ``keep`` stay to the end."""
     touched = frozenset(v for op in steps for v in (*model.reads[op], *model.writes[op]))
     back = backwards(model, steps, touched, keep)
-    used = (alive - overtaken(model, op, gone, {*model.writes[op]}) for op, alive, gone in back)
+    used = (alive - model.overtaken(op, gone, model.writes[op]) for op, alive, gone in back)
     return max(used, default=0)
-
-
-def overtaken(model: IndexedProblem, op: int, ends: Iterable[int], begins: Iterable[int]) -> int:
-    """Bytes that the op writes in place: of values that end there, over by those that begin."""
-    ends, begins, saved = {*ends}, {*begins}, 0
-    for read, write in model.inplace[op]:
-        if read in ends and write in begins:
-            ends.remove(read)
-            begins.remove(write)
-            saved += min(model.bytes[read], model.bytes[write])
-    return saved
 
 
 def backwards(
