@@ -189,10 +189,9 @@ class CheckmateMilp:
         the best pair of each read counts: too many, if anything. Both are exact where no pairs
         share a value.
         """
-        pairs, out = self.model.inplace[op], dict[int, float]()
-        if stage in self.ordered:
-            pairs = pairs_apart(self.model, op, op == stage)
-        for read, write in pairs:
+        model, out = self.model, dict[int, float]()
+        ordered = stage in self.ordered
+        for read, write in pairs_apart(model, op, op == stage) if ordered else model.inplace[op]:
             if op == stage or not self.model.is_output[write]:
                 size = min(self.size(read), self.size(write))
                 out[read] = max(out.get(read, 0.0), size)

@@ -52,28 +52,18 @@ BYTE_PARTS, TIME_PARTS = 1 << 24, 1 << 40
 class NotInstalled(ProblemRefused, ImportError):
     """OR-Tools is missing."""
 
-    def __str__(self) -> str:
-        return (
-            f"solver {NAME!r} needs OR-Tools. What to do: pip install 'fxremat[cpsat]', "
-            "or use another solver"
-        )
-
 
 class Failed(ProblemRefused, RuntimeError):
     """The process of CP-SAT came to a bad end."""
-
-    def __init__(self, output: str) -> None:
-        super().__init__(output)
-        self.output = output
-
-    def __str__(self) -> str:
-        return f"solver {NAME!r} failed; use another solver. CP-SAT's process said:\n{self.output}"
 
 
 def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) -> Plan:
     """The best plan found with few runs of each op."""
     if importlib.util.find_spec("ortools") is None:
-        raise NotInstalled
+        raise NotInstalled(
+            f"solver {NAME!r} needs OR-Tools. What to do: pip install 'fxremat[cpsat]', "
+            "or use another solver"
+        )
     call = Incumbent(NAME, problem, budget_bytes, options)
     model = call.model
     if budget_bytes is not None and not call.is_decided():
@@ -140,7 +130,10 @@ def _answers(question: dict[str, Any], deadline: Deadline) -> Iterator[list[Extr
         try:
             yield from _talk(process, question)
             if process.wait() != 0 and deadline.running():
-                raise Failed("" if process.stderr is None else process.stderr.read())
+                said = "" if process.stderr is None else process.stderr.read()
+                raise Failed(
+                    f"solver {NAME!r} failed; use another solver. CP-SAT's process said:\n{said}"
+                )
         finally:
             process.kill()
 
