@@ -6,7 +6,7 @@ every profile. Outputs stay once written, so they have no gaps and no further co
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -84,6 +84,17 @@ class IndexedProblem:
         """Whether the value may be freed and computed again."""
         op = self.writer[value]
         return op != INPUT and self.repeatable[op] and not self.is_output[value]
+
+    def makers(
+        self, ops: Sequence[int], wanted: Iterable[int], own: Container[int]
+    ) -> tuple[int, ...]:
+        """Those of the ops that make the wanted values again, and their ``own`` that they read."""
+        missing, found = set(wanted), list[int]()
+        for op in reversed(ops):
+            if not missing.isdisjoint(self.writes[op]):
+                found.append(op)
+                missing.update(value for value in self.reads[op] if value in own)
+        return tuple(reversed(found))
 
     def overtaken(self, op: int, ends: Iterable[int], begins: Iterable[int]) -> int:
         """Bytes that the op writes in place: of values that end there, over by those that begin."""

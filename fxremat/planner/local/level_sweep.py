@@ -159,11 +159,7 @@ def segment_runs(store_all: StageSchedule, count: int) -> list[ExtraRun]:
         dropped = [v for v in local if uses[v] and uses[v][-1] > peak_stage]
         if dropped:
             stage = min(use for v in dropped for use in uses[v] if use > peak_stage)
-            again = {model.writer[value] for value in dropped}
-            for op in reversed(range(start, stop)):
-                if op in again:
-                    again.update(model.writer[read] for read in model.reads[op] if read in local)
-            out += [(op, stage) for op in sorted(again)]
+            out += [(op, stage) for op in model.makers(range(start, stop), dropped, local)]
     return out
 
 

@@ -39,7 +39,7 @@ from fxremat.core.variants import take
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.indexed_problem import INPUT, IndexedProblem, build_model, live_bytes
 from fxremat.planner.published.chain import block_of_each_op, last_reads, turns
-from fxremat.planner.published.parts import Part, Steps, makers, most_alive, read_later
+from fxremat.planner.published.parts import Part, Steps, most_alive, read_later
 from fxremat.planner.variants.all_variants import combine
 from fxremat.planner.variants.choice_milp import ChoiceMilp
 from fxremat.planner.variants.choose_and_plan import runs_that_hold
@@ -240,7 +240,7 @@ class Level:
         once = self._named(written - cluster.makes)
         yield Op(f"once {c}", (), once, 0.0, phase="forward", repeatable=False)
         name = f"run {c}"
-        again = self.again[name] = makers(model, cluster.forward, cluster.makes, cluster.own)
+        again = self.again[name] = model.makers(cluster.forward, cluster.makes, cluster.own)
         yield Op(
             name,
             self._named(reads),
@@ -256,7 +256,7 @@ class Level:
         """What an option holds, made from what enters the cluster."""
         model, cluster = self.model, self.clusters[c]
         name, saved = f"save {c} {o}", self._saved(c, o)
-        again = self.again[name] = makers(model, cluster.forward, saved, cluster.own)
+        again = self.again[name] = model.makers(cluster.forward, saved, cluster.own)
         reads = read_later(model, again)
         space = most_alive(model, again, saved | reads) - self._bytes(reads) - self._bytes(saved)
         return Op(

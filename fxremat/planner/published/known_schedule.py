@@ -107,13 +107,8 @@ def all_runs(model: IndexedProblem) -> list[list[int]]:
     An op is of use in a stage if a value of it may still be read then or later, by a first run
     or by an op that is of use itself.
     """
-    until = [-1] * model.n
-    for op in reversed(range(model.n)):
-        last = max(op, until[op]) if model.repeatable[op] else op
-        for value in model.reads[op]:
-            if model.evictable(value):
-                writer = model.writer[value]
-                until[writer] = max(until[writer], last)
+    needs, can = model.last_needs, model.evictable
+    until = [max((needs[v] for v in written if can(v)), default=-1) for written in model.writes]
     return [[op for op in range(stage) if until[op] >= stage] for stage in range(model.n)]
 
 

@@ -166,18 +166,6 @@ def read_later(model: IndexedProblem, steps: Sequence[int]) -> frozenset[int]:
     return frozenset(live)
 
 
-def makers(
-    model: IndexedProblem, forward: range, wanted: Iterable[int], own: frozenset[int]
-) -> Steps:
-    """The forward ops that make the wanted values again, and those of their ``own`` they read."""
-    missing, found = set(wanted), list[int]()
-    for op in reversed(forward):
-        if not missing.isdisjoint(model.writes[op]):
-            found.append(op)
-            missing.update(own.intersection(model.reads[op]))
-    return tuple(reversed(found))
-
-
 def most_alive(model: IndexedProblem, steps: Sequence[int], keep: frozenset[int]) -> int:
     """Bytes at the worst step, of what the steps touch; values in ``keep`` stay to the end."""
     touched = frozenset(v for op in steps for v in (*model.reads[op], *model.writes[op]))

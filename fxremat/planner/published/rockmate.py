@@ -29,7 +29,6 @@ from fxremat.planner.published.parts import (
     Part,
     PartPlans,
     Steps,
-    makers,
     read_later,
     worth_a_choice,
 )
@@ -127,7 +126,7 @@ def _with_runs(chain: Chain, block: Block, held: frozenset[int]) -> Steps:
     steps: list[int] = []
     for op in block.backward:
         gone = block.local - there
-        again = makers(model, block.forward, gone.intersection(model.reads[op]), gone)
+        again = model.makers(block.forward, gone.intersection(model.reads[op]), gone)
         for maker in again:
             there.update(model.writes[maker])
         steps += (*again, op)
