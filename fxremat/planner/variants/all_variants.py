@@ -14,6 +14,7 @@ from functools import cached_property
 
 from fxremat.core.problem import InvalidProblem, Op, Problem
 from fxremat.core.variants import exclude, take
+from fxremat.planner.indexed_problem import IndexedProblem, build_model
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,16 @@ class AllVariants:
             tuple(Read(stage, name, when) for name, when in each if name not in resident)
             for stage, each in enumerate(reads)
         ]
+
+    @cached_property
+    def model(self) -> IndexedProblem:
+        """Ops and values by index, as if every op read all that it may and all were taken."""
+        ops = tuple(
+            replace(op, reads=tuple(read.value for read in reads))
+            for op, reads in zip(self.ops, self.reads, strict=True)
+        )
+        outputs = tuple(self.output_conditions)
+        return build_model(replace(self.problem, ops=ops, outputs=outputs, variants=()))
 
     def run_condition(self, stage: int) -> Condition:
         """The condition for an op to run at all."""
