@@ -4,20 +4,12 @@ The relaxation over program points (`fxremat.planner.milp.relaxation`), with ope
 MONeT (Shah et al., "Memory Optimization for Deep Networks", arXiv 2010.14501, section 4.3): which
 variant an op takes, what is kept and what runs again are chosen together.
 
-    z[a]          variant a is taken; of those that exclude each other at most one
-    held[v, j]    value v is live at point j
-    rerun[q, j]   op q runs again in the window after point j
+    z[a]       variant a is taken; of those that exclude each other at most one
 
-    minimise      sum(adds[a] z[a]) + sum(time[q] rerun[q, j])
-    bytes         sum(bytes[v] held[v, j]) + outputs + workspace <= budget
-    reads         held[v, j] + rerun[writer of v, j] >= condition       first runs in window j
-                  held[v, j] + rerun[writer of v, j] >= rerun[q, j] + condition - 1     runs again
-    origin        held[v, j + 1] <= held[v, j] + rerun[writer of v, j]
-    runs          what op q needs that runs again in the window after point j, beside what stays
-                  from point j to the next, fits as well, where these are neighbours
+    minimise   sum(adds[a] z[a]) + sum(time[q] rerun[q, j])
 
-where *condition* is 1, z[a] or 1 - z[a], as `fxremat.planner.variants.all_variants` says. The MILP
-only chooses: the figures of a plan come from the problem that is left.
+Its rows have conditions here: 1, z[a] or 1 - z[a], as `fxremat.planner.variants.all_variants` says.
+The MILP only chooses: the figures of a plan come from the problem that is left.
 """
 
 from __future__ import annotations
@@ -50,9 +42,12 @@ class ChoiceMilp(Relaxation):
         for group in combined.excluding:
             milp.row([(self.taken[index], 1.0) for index in group], high=1.0)
         index = {name: value for value, name in enumerate(combined.model.value_names)}
-        self.outputs = {index.get(n): when for n, when in combined.output_conditions.items()}
+        self.outputs = {
+            index[name]: when for name, when in combined.output_conditions.items() if name in index
+        }
         self.reads = [
-            [(index[read.value], read.condition) for read in reads] for reads in combined.reads
+            [(index[name], when) for name, when in reads if name in index]
+            for reads in combined.reads
         ]
         whole = sum(problem.bytes_of.values())
         super().__init__(combined.model, whole if budget is None else budget, [*points], milp)
@@ -103,7 +98,7 @@ class ChoiceMilp(Relaxation):
         model, terms = self.model, list[Term]()
         fixed = float(model.problem.resident_bytes)
         for value, condition in self.outputs.items():
-            if value is not None and model.writer[value] <= stage:
+            if model.writer[value] <= stage:
                 fixed += model.bytes[value] * condition.constant
                 terms += self._terms(condition, model.bytes[value] * self.per_byte)
         return fixed, terms
