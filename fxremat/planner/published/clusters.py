@@ -9,10 +9,8 @@ Source: Gusak et al., "HiRemate" (ICML 2025, PMLR 267), section on partitioning:
 bounded size and small interface. Theirs grow bottom up by a score; ours are cut by a dynamic
 programme, which is exact for its measure.
 
-One level of the hierarchy: a problem whose ops are clusters, with their options as variants.
-
-The integer programme of Gusak et al., "HiRemate" (ICML 2025, PMLR 267), chooses an option for each
-cluster and lets clusters run again. Here it is the MILP that chooses variants
+One level of their hierarchy is an integer programme that chooses an option for each cluster and
+lets clusters run again. Here it is the MILP that chooses variants
 (`fxremat.planner.variants.choice_milp`), with a program point at each cluster, asked about this:
 
     once c      writes what the forward of cluster c makes that cannot be made again
@@ -57,17 +55,8 @@ class Cluster(Part):
         return self.local | self.makes
 
 
-@dataclass(frozen=True)
-class Decomposition:
-    """A model in clusters, in forward order; the backward parts come in reverse order."""
-
-    model: IndexedProblem
-    turn: int
-    clusters: tuple[Cluster, ...]
-
-
-def decompose(model: IndexedProblem, count: int) -> Decomposition:
-    """The model in about so many clusters."""
+def decompose(model: IndexedProblem, count: int) -> list[Cluster]:
+    """The model in about so many clusters, in forward order; their backwards come in reverse."""
     turn = turn_of(model)
     firsts = [0, *narrow_cuts(model, turn, max(1, min(count, turn + 1)))]
     whose = block_of_each_op(model, turn, firsts)
@@ -85,7 +74,7 @@ def decompose(model: IndexedProblem, count: int) -> Decomposition:
         ops = [op for op in range(turn + 1, model.n) if whose[op] == c]
         backward = range(ops[0], ops[-1] + 1) if ops else range(model.n, model.n)
         clusters.append(_cluster(model, range(start, stop), backward, local[c], makes[c]))
-    return Decomposition(model, turn, tuple(clusters))
+    return clusters
 
 
 def _cluster(
@@ -157,13 +146,13 @@ def narrow_cuts(model: IndexedProblem, turn: int, count: int) -> list[int]:
 class Level:
     """Clusters and the backwards of each that there are to choose from; the first is store-all."""
 
-    decomposition: Decomposition
+    clusters: Sequence[Cluster]
     options: list[list[Steps]]
     again: dict[str, Steps] = field(default_factory=dict)
     """The ops of each op of the problem when it runs again, or of a backward."""
 
     def __post_init__(self) -> None:
-        self.model, self.clusters = self.decomposition.model, self.decomposition.clusters
+        self.model = self.clusters[0].model
 
     def steps(self, budget: int, deadline: Deadline) -> Iterator[int]:
         """The ops of the best choice for a budget, in order; none where there is no choice."""
@@ -218,7 +207,7 @@ class Level:
     @cached_property
     def _crosses(self) -> list[bool]:
         """Whether each value is seen outside of one cluster's half."""
-        model, turn = self.model, self.decomposition.turn
+        model, stop = self.model, self.clusters[-1].forward.stop
         users: list[set[tuple[int, bool]]] = [set() for _ in model.bytes]
         for c, cluster in enumerate(self.clusters):
             for op in cluster.ops:
@@ -228,7 +217,7 @@ class Level:
         return [
             value not in local
             and (len(its) > 1 or model.is_output[value] or model.writer[value] == INPUT
-                 or (model.writer[value] <= turn and not model.evictable(value)))
+                 or (model.writer[value] < stop and not model.evictable(value)))
             for value, its in enumerate(users)
         ]  # fmt: skip
 

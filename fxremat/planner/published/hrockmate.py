@@ -25,7 +25,7 @@ from fxremat.planner.local.ruin_and_repair import polish
 from fxremat.planner.local.stage_schedule import ParetoFront, StageSchedule
 from fxremat.planner.milp.moments import Refinement
 from fxremat.planner.plans import make_plan, rank
-from fxremat.planner.published.clusters import Decomposition, Level, decompose, turn_of
+from fxremat.planner.published.clusters import Cluster, Level, decompose, turn_of
 from fxremat.planner.published.known_schedule import Incumbent, without_unread
 from fxremat.planner.published.parts import (
     Part,
@@ -89,23 +89,23 @@ class Hierarchy:
 
     def level(self, model: IndexedProblem) -> Level | None:
         """The clusters of a model with their options; None where there is nothing to cut."""
-        decomposition = self._cut(model)
-        if len(decomposition.clusters) < 2:
+        clusters = self._cut(model)
+        if len(clusters) < 2:
             return None
-        return Level(decomposition, [self.options(part) for part in decomposition.clusters])
+        return Level(clusters, [self.options(part) for part in clusters])
 
-    def _cut(self, model: IndexedProblem) -> Decomposition:
-        """The decomposition with the fewest ops in distinct clusters."""
+    def _cut(self, model: IndexedProblem) -> list[Cluster]:
+        """The clusters with the fewest ops in distinct ones."""
         forward = turn_of(model) + 1
         most = max(2, min(constants.POINTS, forward // 3))
         fewest = min(most, max(2, min(constants.POINTS // 2, forward // constants.FEW_OPS)))
         cuts = [decompose(model, count) for count in range(fewest, most + 1)]
 
-        def ops(cut: Decomposition) -> int:
+        def ops(cut: list[Cluster]) -> int:
             """Forward ops to be planned, as clusters of one shape are planned once."""
-            return sum({part.shape: len(part.forward) for part in cut.clusters}.values())
+            return sum({part.shape: len(part.forward) for part in cut}.values())
 
-        return min(cuts, key=lambda cut: (ops(cut), -len(cut.clusters)))
+        return min(cuts, key=lambda cut: (ops(cut), -len(cut)))
 
     def options(self, part: Part) -> list[Steps]:
         """Store-all and the others that are worth a choice; none without a backward."""
