@@ -3,11 +3,10 @@
 A *cluster* is a stretch of the forward part in base order and the stretch of the backward part
 that reads its values. Stretches of a topological order are convex, and the graph of clusters has
 no cycles, whatever the graph of ops looks like: long skips and cross attention only make more
-values cross. The cuts are those where the fewest bytes cross, of clusters of about equal size.
+values cross.
 
 Source: Gusak et al., "HiRemate" (ICML 2025, PMLR 267), section on partitioning: clusters of
-bounded size and small interface. Theirs grow bottom up by a score; ours are cut by a dynamic
-programme, which is exact for its measure.
+bounded size and small interface. Theirs grow bottom up by a score; ours are about equally large.
 
 One level of their hierarchy is an integer programme that chooses an option for each cluster and
 lets clusters run again. Here it is the MILP that chooses variants
@@ -29,14 +28,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 
-import numpy as np
-import numpy.typing as npt
-
 from fxremat.core.problem import Change, Op, Problem, Value, Variant
 from fxremat.core.variants import take
 from fxremat.planner.deadline import Deadline
-from fxremat.planner.indexed_problem import INPUT, IndexedProblem, build_model, live_bytes
-from fxremat.planner.published.chain import block_of_each_op, last_reads, turns
+from fxremat.planner.indexed_problem import INPUT, IndexedProblem, build_model
+from fxremat.planner.local.level_sweep import narrow_cuts
+from fxremat.planner.published.chain import block_of_each_op, turns
 from fxremat.planner.published.parts import Part, Steps, most_alive, read_later
 from fxremat.planner.variants.all_variants import combine
 from fxremat.planner.variants.choice_milp import ChoiceMilp
@@ -58,7 +55,7 @@ class Cluster(Part):
 def decompose(model: IndexedProblem, count: int) -> list[Cluster]:
     """The model in about so many clusters, in forward order; their backwards come in reverse."""
     turn = turn_of(model)
-    firsts = [0, *narrow_cuts(model, turn, max(1, min(count, turn + 1)))]
+    firsts = [0, *narrow_cuts(model, turn, count)]
     whose = block_of_each_op(model, turn, firsts)
     readers: list[set[int]] = [set() for _ in model.bytes]
     for op, reads in enumerate(model.reads):
@@ -98,45 +95,6 @@ def turn_of(model: IndexedProblem) -> int:
     while turn > 0 and not any(model.evictable(value) for value in model.writes[turn]):
         turn -= 1
     return turn
-
-
-# -- where to cut ----------------------------------------------------------------------------
-
-
-def _bytes_across(model: IndexedProblem, turn: int) -> npt.NDArray[np.float64]:
-    """Bytes of the values that forward ops before each op write and from it on read."""
-    last = last_reads(model, turn).items()
-    spans = ((model.writer[value] + 1, op + 1, model.bytes[value]) for value, op in last)
-    return np.array(live_bytes(spans, turn + 1), dtype=np.float64)
-
-
-def narrow_cuts(model: IndexedProblem, turn: int, count: int) -> list[int]:
-    """Cuts that the fewest bytes cross, between clusters of half to twice the average size: ours.
-
-    Of cuts that as many bytes cross, those of more even sizes are better.
-
-    ``best[k, i]`` is the least cost of the first i ops in k clusters.
-    """
-    bytes_across, n = _bytes_across(model, turn), turn + 1
-    average = n / count
-    sizes = np.arange(max(1, int(average / 2)), int(np.ceil(2 * average)) + 1)
-    uneven = (sizes / average - 1) ** 2 / (4 * count)  # altogether less than a byte
-    best = np.full((count + 1, n + 1), np.inf)
-    back = np.zeros((count + 1, n + 1), dtype=np.intp)
-    best[0, 0] = 0.0
-    for k in range(1, count + 1):
-        for i in range(int(sizes[0]), n + 1):
-            starts = i - sizes[sizes <= i]
-            cost = best[k - 1, starts] + uneven[: len(starts)] + bytes_across[starts] * (starts > 0)
-            pick = int(cost.argmin())
-            best[k, i], back[k, i] = cost[pick], starts[pick]
-    if not np.isfinite(best[count, n]):
-        return sorted({n * k // count for k in range(1, count)} - {0})
-    cuts, i = [], n
-    for k in range(count, 1, -1):
-        i = int(back[k, i])
-        cuts.append(i)
-    return cuts[::-1]
 
 
 # -- one level of the hierarchy ---------------------------------------------------------------

@@ -50,7 +50,10 @@ def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) ->
         front = ParetoFront(model)
         front.offer(StageSchedule(model, without_unread(model, call.runs)))
         call.tell(None)
-        Hierarchy(PartPlans(call.deadline)).fill(front, budget_bytes)
+        hierarchy = Hierarchy(PartPlans(call.deadline))
+        level = hierarchy.level(model)
+        if level is not None:
+            hierarchy.fill(front, level, budget_bytes, ROUNDS)
         polish(front, budget_bytes, options.seed, call.deadline)
         found = make_plan(problem, front.steps(front.choose(budget_bytes)), NAME)
         call.best = min(call.best, found, key=lambda plan: rank(plan, budget_bytes))
@@ -63,13 +66,7 @@ class Hierarchy:
 
     plans: PartPlans
 
-    def fill(self, front: ParetoFront, budget: int) -> None:
-        """Offer what the programme over clusters finds for the budget."""
-        level = self.level(front.model)
-        if level is not None:
-            self._fill(front, level, budget, ROUNDS)
-
-    def _fill(self, front: ParetoFront, level: Level, budget: int, tries: int) -> None:
+    def fill(self, front: ParetoFront, level: Level, budget: int, tries: int) -> None:
         """Offer the schedules of a level for the budget, and for what it really turns out to be.
 
         Where options are too coarse to fit, evictions may make a schedule of more bytes fit.
@@ -129,7 +126,7 @@ class Hierarchy:
             if not self.plans.deadline.running():
                 break
             if level is not None:
-                self._fill(front, level, budget, 1)
+                self.fill(front, level, budget, 1)
             else:
                 rounds = Refinement.at_the_peak(front, budget, self.plans.deadline).rounds()
                 for state in islice(rounds, 3):

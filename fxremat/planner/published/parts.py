@@ -103,7 +103,9 @@ class Part:
             if not deadline.running():
                 return
             model = build_model(self.problem(int(pause * whole), may_rerun))
-            front = eviction_front(model, deadline)
+            front = ParetoFront(model)
+            work = min(2 * constants.WORK // 5, constants.WORK_PER_OP * model.n)
+            descend_from_store_all(front, 0, repeat(work), deadline)
             improve(front)
             for entry in reversed(front.entries):
                 steps = steps_of(model.n, entry.runs())
@@ -122,14 +124,6 @@ def _op(model: IndexedProblem, op: int, phase: Phase, repeatable: bool) -> Op:
         repeatable=repeatable,
         inplace=tuple((str(read), str(write)) for read, write in model.inplace[op]),
     )
-
-
-def eviction_front(model: IndexedProblem, deadline: Deadline) -> ParetoFront:
-    """The front that eviction paths from store-all give."""
-    front = ParetoFront(model)
-    work = min(2 * constants.WORK // 5, constants.WORK_PER_OP * model.n)
-    descend_from_store_all(front, 0, repeat(work), deadline)
-    return front
 
 
 @dataclass
