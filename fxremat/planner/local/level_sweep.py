@@ -13,7 +13,7 @@ from itertools import pairwise
 from fxremat.core.timeline import replay
 from fxremat.planner import constants
 from fxremat.planner.deadline import Deadline
-from fxremat.planner.indexed_problem import INPUT, IndexedProblem, live_bytes
+from fxremat.planner.indexed_problem import INPUT, IndexedProblem, live_bytes, peak_bound
 from fxremat.planner.local.editable_schedule import (
     EditableSchedule,
     descend,
@@ -50,6 +50,8 @@ def fill(front: ParetoFront, options: SolverOptions) -> int:
     descend_from_store_all(front, 0, (work, work // 3, work // 3), deadline)
     if deadline.running():
         offer_segments(front, work)
+    if deadline.running() and front.least().peak > peak_bound(model):
+        Improver.at(front, 0, options.seed * 1000 + 999).lower(5 * level_work(model.n))
     for k, (target, below) in enumerate(pairwise([*_levels(front), 0])):
         if deadline.running():
             improver = Improver.at(front, target, options.seed * 1000 + k)

@@ -60,6 +60,23 @@ class Improver:
             in_vain = 0 if state.time < best else in_vain + 1
             best = state.time
 
+    def lower(self, work: int) -> None:
+        """Ruin and evict again, with so much work; lower peaks are offered to the front."""
+        search, state = self.search, self.search.state
+        for _ in range(5 * constants.TRIES):
+            if state.work >= work:
+                break
+            search.commit()
+            before = (state.max_peak(), state.time)
+            self.ruin()
+            while state.work < work and search.evict():
+                pass
+            search.keep_what_fits(state.max_peak())
+            if (state.max_peak(), state.time) <= before:
+                self.front.offer(state)
+            else:
+                search.roll_back()
+
     def ruin(self) -> None:
         """Ruin a part of the state, and rank gaps in another way for its repair."""
         search, rng = self.search, self.random
