@@ -52,11 +52,6 @@ class ChoiceMilp(Relaxation):
         whole = sum(problem.bytes_of.values())
         super().__init__(combined.model, whole if budget is None else budget, [*points], milp)
 
-    @property
-    def size(self) -> int:
-        """Columns of the MILP."""
-        return len(self.milp.cost)
-
     # -- columns ---------------------------------------------------------------------------
 
     def _certain(self, stage: int) -> set[int]:
