@@ -145,6 +145,19 @@ def test_tiny_problems_are_solved_to_the_optimum(problem: Problem) -> None:
     assert plans[-1].peak_bytes == least == plans[-1].peak_bound_bytes
 
 
+def test_one_value_only_is_written_over() -> None:
+    """Both reads of "c" die in it, and it takes over one of them."""
+    values = Value("a", 10), Value("b", 10), Value("c", 30)
+    ops = (
+        Op("a", (), ("a",), 1.0),
+        Op("b", (), ("b",), 1.0),
+        Op("c", ("a", "b"), ("c",), 1.0, inplace=(("a", "c"), ("b", "c"))),
+    )
+    problem = validate(Problem("pairs", values, ops, outputs=("c",)))
+    found = greedy.whole_front(problem, SolverOptions()).front
+    assert [entry.peak for entry in found.entries] == [store_all_peak(problem)] == [40]
+
+
 def test_inplace_values_share_their_bytes() -> None:
     """``b`` takes over ``a`` where ``a`` dies there; computing ``a`` again makes that so."""
     problem = validate(
