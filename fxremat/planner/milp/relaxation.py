@@ -221,7 +221,7 @@ class Relaxation:
             self.milp.row([(stays[value], 1.0), *known, *run], low=1.0 - len(known))
         total = self.milp.real(high=math.inf)
         parts = [(column, model.bytes[value] * per_byte) for value, column in stays.items()]
-        self.milp.row([*parts, *outputs, (total, -1.0)], 0.0, 0.0)
+        self.milp.row([*parts, (total, -1.0)], 0.0, 0.0)
         for op, column in self.rerun[j].items():
             touched = {*(v for v, when in self._reads_of_run(op) if when == ALWAYS)}
             touched |= {*model.writes[op]}
@@ -231,7 +231,8 @@ class Relaxation:
                 size = min(model.bytes[read], model.bytes[write])
                 shared[write] = max(size, shared.get(write, 0))
             size = model.workspace[op] + sum(model.bytes[value] for value in own)
-            terms = [(total, 1.0), (column, (size - sum(shared.values())) * per_byte)]
+            own_bytes = (size - sum(shared.values())) * per_byte
+            terms = [(total, 1.0), (column, own_bytes), *outputs]
             terms += [(stays[v], -model.bytes[v] * per_byte) for v in touched if v in stays]
             self._fit(terms, fixed)
 
