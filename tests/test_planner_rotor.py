@@ -194,21 +194,21 @@ def reaches(model: IndexedProblem) -> list[set[int]]:
 def test_clusters_are_convex_and_know_what_crosses(data: st.DataObject) -> None:
     model = build_model(data.draw(some_problems()))
     parts = decompose(model, data.draw(st.integers(1, 6)))
-    whose = {op: c for c, its in enumerate(parts.clusters) for op in its.ops}
+    whose = {op: c for c, its in enumerate(parts) for op in its.ops}
     assert sorted(whose) == list(range(model.n))
     needs = reaches(model)
-    for cluster in parts.clusters:
+    for cluster in parts:
         for part in (cluster.forward, cluster.backward):
             between = {op for last in part for op in needs[last]}
             assert not any(set(part) & needs[op] for op in between - set(part))
     for value, writer in enumerate(model.writer):
         users = {whose[op] for op, reads in enumerate(model.reads) if value in reads}
         users |= {whose[writer]} if writer >= 0 else set()
-        local = [c for c, its in enumerate(parts.clusters) if value in its.local]
+        local = [c for c, its in enumerate(parts) if value in its.local]
         if local:
             assert users == set(local)
-        makes = [c for c, its in enumerate(parts.clusters) if value in its.makes]
-        if model.evictable(value) and writer <= parts.turn and len(users) > 1:
+        makes = [c for c, its in enumerate(parts) if value in its.makes]
+        if model.evictable(value) and writer < parts[-1].forward.stop and len(users) > 1:
             assert makes == [whose[writer]]
         else:
             assert not makes
@@ -217,7 +217,7 @@ def test_clusters_are_convex_and_know_what_crosses(data: st.DataObject) -> None:
 def level_of(model: IndexedProblem, count: int) -> Level:
     """Clusters with all options that there are to find."""
     hierarchy, parts = Hierarchy(PartPlans(Deadline(None))), decompose(model, count)
-    return Level(parts, [hierarchy.options(part) for part in parts.clusters])
+    return Level(parts, [hierarchy.options(part) for part in parts])
 
 
 @examples(60)
@@ -246,13 +246,13 @@ def test_clusters_of_one_shape_are_solved_once() -> None:
     hierarchy, model = Hierarchy(PartPlans(Deadline(None))), build_model(chains.blocks(12))
     level = hierarchy.level(model)
     assert level is not None
-    with_backward = [its for its in level.decomposition.clusters if its.backward]
+    with_backward = [its for its in level.clusters if its.backward]
     assert 0 < len(hierarchy.plans.found) < len(with_backward)
 
 
 def test_shapes_tell_what_matters() -> None:
     narrow, wide = (
-        {part.shape for part in decompose(build_model(chains.blocks(6, width)), 6).clusters}
+        {part.shape for part in decompose(build_model(chains.blocks(6, width)), 6)}
         for width in (16, 17)
     )
     assert len(narrow) < 6

@@ -142,6 +142,19 @@ def test_tiny_problems_are_solved_to_the_optimum(problem: Problem) -> None:
     assert plans[-1].peak_bytes == least == plans[-1].peak_bound_bytes
 
 
+def test_one_value_only_is_written_over() -> None:
+    """Both reads of "c" die in it, and it takes over one of them."""
+    values = Value("a", 10), Value("b", 10), Value("c", 30)
+    ops = (
+        Op("a", (), ("a",), 1.0),
+        Op("b", (), ("b",), 1.0),
+        Op("c", ("a", "b"), ("c",), 1.0, inplace=(("a", "c"), ("b", "c"))),
+    )
+    problem = validate(Problem("pairs", values, ops, outputs=("c",)))
+    found = greedy.whole_front(problem, SolverOptions()).front
+    assert [entry.peak for entry in found.entries] == [store_all_peak(problem)] == [40]
+
+
 def test_inplace_values_share_their_bytes() -> None:
     """``b`` takes over ``a`` where ``a`` dies there; computing ``a`` again makes that so."""
     problem = validate(
@@ -189,7 +202,7 @@ def test_steps_of_unknown_ops_are_left_out() -> None:
 
 
 @examples(8, suppress_health_check=list(HealthCheck))
-@given(problems())
+@given(problems() | problems(max_ops=6))
 def test_monotone_in_the_budget(problem: Problem) -> None:
     plans = front(problem)
     assert all(a.peak_bytes > b.peak_bytes and a.time_us < b.time_us for a, b in pairwise(plans))

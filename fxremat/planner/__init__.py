@@ -68,13 +68,11 @@ def front(problem: Problem, options: SolverOptions | None = None) -> tuple[Plan,
         return tuple(_best(_with_moves(problem, options), problem.base_time_us))
     known, plans = greedy.whole_front(problem, options), [*greedy.front(problem, options)]
     slow = [plan for plan in plans if plan.time_us > problem.base_time_us]
-    count = min(constants.FRONT_POINTS, len(slow))
-    picks = [slow[round(k * (len(slow) - 1) / max(1, count - 1))] for k in range(count)]
     deadline = Deadline(limit_s(problem, options))
-    for k, pick in enumerate(picks):
+    for k, pick in enumerate(slow):
         if not deadline.running():
             break
-        part = Deadline(deadline.left() / (count - k))
+        part = Deadline(deadline.left() / (len(slow) - k))
         plans.append(moments.improved(known, pick.peak_bytes, options, part))
     return tuple(_best(plans, problem.base_time_us))
 

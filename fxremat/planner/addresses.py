@@ -276,7 +276,6 @@ class _Placed:
 # -- a part of the buffers -------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
 class PartialArena:
     """An arena for ``buffers``; the rest lies outside with the ``others``, which may not lie in it.
 
@@ -291,19 +290,23 @@ class PartialArena:
     Outside of the arena sizes are rounded up to multiples of ``unit`` bytes. Names are unique.
     """
 
-    buffers: Sequence[Buffer]
-    others: Sequence[Buffer]
-    unit: int
-
-    @cached_property
-    def peak_bytes(self) -> int:
+    def __init__(self, buffers: Sequence[Buffer], others: Sequence[Buffer], unit: int) -> None:
+        self.buffers, self.unit = buffers, unit
+        self._all = _solid((*buffers, *others))
+        # What each buffer takes outside of the arena.
+        self._bytes = [replace(one, alignment_bytes=unit).padded_bytes for one in self._all]
+        self._sections, every = in_sections(self._all), range(len(self._all))
+        names = {one.name for one in others}
+        self._others = {k for k in every if self._all[k].name in names}
+        self._live = self._live_of(every)
+        self._peak_section = peak = int(np.argmax(np.append(self._live, 0)))
+        begin, end = self._sections.begin, self._sections.end
+        # What may lie in the arena and is alive at the peak.
+        self._at_peak = {k for k in every if begin[k] <= peak < end[k]} - self._others
+        self.peak_bytes = int(self._live.max(initial=0))
         """The most that is alive at one step, were all of it outside."""
-        return int(self._live_of(range(len(self._all))).max(initial=0))
-
-    @cached_property
-    def least_outside(self) -> int:
+        self.least_outside = int(self._live_of(self._others).max(initial=0))
         """The most of the others that is alive at one step."""
-        return int(self._live_of(self._others).max(initial=0))
 
     def total_bytes(self, placement: Placement) -> int:
         """The arena, and the most that is alive outside of it."""
@@ -338,7 +341,7 @@ class PartialArena:
         The part is first what is not alive at the highest of the other peaks: there it would leave
         a gap, too. Then it is what takes the most bytes for the shortest time.
         """
-        sections, live = self._sections, self._live_of(range(len(self._all)))
+        sections, live = self._sections, self._live
         before = np.maximum.accumulate(np.append(0, live))
         after = np.maximum.accumulate(np.append(live, 0)[::-1])[::-1]
 
@@ -374,35 +377,6 @@ class PartialArena:
             more.add(one)
             live[self._span(one)] += self._bytes[one]
         return more
-
-    @cached_property
-    def _all(self) -> list[Buffer]:
-        return _solid((*self.buffers, *self.others))
-
-    @cached_property
-    def _bytes(self) -> list[int]:
-        """Of each buffer outside of the arena."""
-        return [replace(one, alignment_bytes=self.unit).padded_bytes for one in self._all]
-
-    @cached_property
-    def _sections(self) -> Sections:
-        return in_sections(self._all)
-
-    @cached_property
-    def _others(self) -> frozenset[int]:
-        names = {one.name for one in self.others}
-        return frozenset(k for k, one in enumerate(self._all) if one.name in names)
-
-    @cached_property
-    def _peak_section(self) -> int:
-        return int(np.argmax(self._live_of(range(len(self._all)))))
-
-    @cached_property
-    def _at_peak(self) -> frozenset[int]:
-        """What may lie in the arena and is alive at the peak."""
-        begin, end, peak = self._sections.begin, self._sections.end, self._peak_section
-        there = (k for k in range(len(self._all)) if begin[k] <= peak < end[k])
-        return frozenset(there) - self._others
 
     def _live_of(self, indices: Iterable[int]) -> Ints:
         begin, end, count = self._sections.begin, self._sections.end, self._sections.count

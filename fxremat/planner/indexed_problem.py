@@ -6,8 +6,7 @@ every profile. Outputs stay once written, so they have no gaps and no further co
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -67,32 +66,6 @@ class IndexedProblem:
         return last
 
     @cached_property
-    def readers(self) -> list[list[int]]:
-        """The ops that read what each op writes."""
-        readers: list[list[int]] = [[] for _ in range(self.n)]
-        for op, reads in enumerate(self.reads):
-            for value in reads:
-                if self.writer[value] != INPUT:
-                    readers[self.writer[value]].append(op)
-        return readers
-
-    @cached_property
-    def alike(self) -> list[list[int]]:
-        """The ops that agree with each in time, workspace, phase, and what they read and write."""
-
-        def signature(op: int) -> object:
-            reads = tuple(sorted(self.bytes[value] for value in self.reads[op]))
-            writes = tuple(self.bytes[value] for value in self.writes[op])
-            phase = self.problem.ops[op].phase
-            return self.time[op], self.workspace[op], self.repeatable[op], phase, reads, writes
-
-        signatures = [signature(op) for op in range(self.n)]
-        classes = defaultdict[object, list[int]](list)
-        for op, its in enumerate(signatures):
-            classes[its].append(op)
-        return [classes[its] for its in signatures]
-
-    @cached_property
     def written_bytes(self) -> list[int]:
         """What an op writes."""
         return [sum(self.bytes[value] for value in values) for values in self.writes]
@@ -111,6 +84,27 @@ class IndexedProblem:
         """Whether the value may be freed and computed again."""
         op = self.writer[value]
         return op != INPUT and self.repeatable[op] and not self.is_output[value]
+
+    def makers(
+        self, ops: Sequence[int], wanted: Iterable[int], own: Container[int]
+    ) -> tuple[int, ...]:
+        """Those of the ops that make the wanted values again, and their ``own`` that they read."""
+        missing, found = set(wanted), list[int]()
+        for op in reversed(ops):
+            if not missing.isdisjoint(self.writes[op]):
+                found.append(op)
+                missing.update(value for value in self.reads[op] if value in own)
+        return tuple(reversed(found))
+
+    def overtaken(self, op: int, ends: Iterable[int], begins: Iterable[int]) -> int:
+        """Bytes that the op writes in place: of values that end there, over by those that begin."""
+        ends, begins, saved = {*ends}, {*begins}, 0
+        for read, write in self.inplace[op]:
+            if read in ends and write in begins:
+                ends.remove(read)
+                begins.remove(write)
+                saved += min(self.bytes[read], self.bytes[write])
+        return saved
 
     def names(self, steps: Iterable[int]) -> tuple[str, ...]:
         """Steps by op name."""

@@ -12,14 +12,15 @@ versions of each part, since each has to be compiled.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 
 from fxremat.core.constants import MEASURABLE
 from fxremat.core.step import Step, StepPoint, Version
 from fxremat.planner import plans
 from fxremat.planner.constants import GAP, NODES
 from fxremat.planner.deadline import Deadline
-from fxremat.planner.milp.highs import TOLERANCE, Milp, Term
+from fxremat.planner.milp.highs import TOLERANCE, Milp, present
 
 Chosen = tuple[int, ...]
 """The version of each run, by its place among those of its part."""
@@ -56,7 +57,7 @@ def saving_least(step: Step, budget_bytes: int) -> Chosen:
 
 def _within(step: Step, budget_bytes: int, most_versions: int) -> Chosen | None:
     for asked in (budget_bytes, int((1 - TOLERANCE) * budget_bytes) - 1):
-        found = _Programme(step, most_versions).solve(asked)
+        found = _chosen(step, most_versions, asked)
         if found is None or step.peak_bytes(found) <= budget_bytes:
             return found
     return None
@@ -64,7 +65,7 @@ def _within(step: Step, budget_bytes: int, most_versions: int) -> Chosen | None:
 
 def lowest(step: Step, most_versions: int = 2) -> Chosen:
     """The versions of least peak."""
-    found = _Programme(step, most_versions, for_peak=True).solve(None)
+    found = _chosen(step, most_versions, None)
     assert found is not None  # every part has a version
     return found
 
@@ -74,68 +75,47 @@ def not_beaten(versions: Sequence[Version]) -> list[int]:
     return sorted(plans.not_beaten([version.figures for version in versions]))
 
 
-class _Programme:
-    """The integer programme of a step."""
+def _chosen(step: Step, most_versions: int, budget_bytes: int | None) -> Chosen | None:
+    """The integer programme of a step; without a budget it looks for the least peak."""
+    milp = Milp()
+    kept = [not_beaten(versions) for versions in step.versions]
+    slowest = max((v.time_us for each in step.versions for v in each), default=0.0)
+    time_unit = max(1e-9, slowest) if budget_bytes is not None else math.inf
+    byte_unit = max(1, max((m.outside_bytes for m in step.points), default=1))
+    take = list[dict[int, int]]()  # of each run: the column of each version
+    for part in step.part_of:
+        times = {v: step.versions[part][v].time_us / time_unit for v in kept[part]}
+        take.append({version: milp.binary(time) for version, time in times.items()})
+        milp.row([(column, 1.0) for column in take[-1].values()], 1.0, 1.0)
+    peak = milp.real(cost=1.0, high=math.inf) if budget_bytes is None else None
+    for part, its in enumerate(kept):
+        runs = [r for r, u in enumerate(step.part_of) if u == part]
+        if len(its) <= most_versions or len(runs) <= most_versions:
+            continue
+        compiled = {version: milp.binary() for version in its}
+        milp.row([(column, 1.0) for column in compiled.values()], high=most_versions)
+        for run in runs:
+            for version, column in take[run].items():
+                milp.row([(column, 1.0), (compiled[version], -1.0)], high=0.0)
+    for point in step.points:
+        terms = [(column, size / byte_unit) for column, size in _bytes_at(step, point, take)]
+        room = (budget_bytes or 0) - point.outside_bytes
+        milp.row([*terms, *present(peak, factor=-1.0)], high=room / byte_unit)
+    solution = milp.solve(Deadline(None), nodes=12 * NODES, gap=GAP)
+    if solution.values is None:
+        return None
+    return tuple(next(v for v, c in columns.items() if solution.chosen(c)) for columns in take)
 
-    def __init__(self, step: Step, most_versions: int, *, for_peak: bool = False) -> None:
-        self.step, self.milp, self.for_peak = step, Milp(), for_peak
-        self.kept = [not_beaten(versions) for versions in step.versions]
-        slowest = max((v.time_us for each in step.versions for v in each), default=0.0)
-        self.time_unit = max(1e-9, slowest)
-        self.byte_unit = max(1, max((m.outside_bytes for m in step.points), default=1))
-        self.take = [self._columns(part) for part in step.part_of]
-        self.peak = self.milp.real(cost=1.0, high=float("inf")) if for_peak else None
-        self._limit(most_versions)
 
-    def _columns(self, part: int) -> dict[int, int]:
-        """Of one run: the column of each version."""
-
-        def cost(version: int) -> float:
-            time = self.step.versions[part][version].time_us / self.time_unit
-            return 0.0 if self.for_peak else time
-
-        columns = {version: self.milp.binary(cost(version)) for version in self.kept[part]}
-        self.milp.row([(column, 1.0) for column in columns.values()], 1.0, 1.0)
-        return columns
-
-    def _limit(self, most_versions: int) -> None:
-        """At most so many versions of each part."""
-        for part, kept in enumerate(self.kept):
-            runs = [r for r, u in enumerate(self.step.part_of) if u == part]
-            if len(kept) <= most_versions or len(runs) <= most_versions:
-                continue
-            compiled = {version: self.milp.binary() for version in kept}
-            self.milp.row([(column, 1.0) for column in compiled.values()], high=most_versions)
-            for run in runs:
-                for version, column in self.take[run].items():
-                    self.milp.row([(column, 1.0), (compiled[version], -1.0)], high=0.0)
-
-    def solve(self, budget_bytes: int | None) -> Chosen | None:
-        for point in self.step.points:
-            self._fit(point, budget_bytes)
-        solution = self.milp.solve(Deadline(None), nodes=12 * NODES, gap=GAP)
-        if solution.values is None:
-            return None
-        return tuple(
-            next(v for v, column in columns.items() if solution.chosen(column))
-            for columns in self.take
-        )
-
-    def _fit(self, point: StepPoint, budget_bytes: int | None) -> None:
-        """The bytes of a point are under the budget, or under the peak."""
-        part = self.byte_unit
-        terms: list[Term] = []
-        for run in point.waiting:
-            versions = self.step.versions[self.step.part_of[run]]
-            terms += [(c, versions[v].saved_bytes / part) for v, c in self.take[run].items()]
-        if point.running is not None:
-            versions = self.step.versions[self.step.part_of[point.running]]
-            forward = point.phase == "forward"
-            terms += [
-                (c, (versions[v].forward_bytes if forward else versions[v].backward_bytes) / part)
-                for v, c in self.take[point.running].items()
-            ]
-        if self.peak is not None:
-            self.milp.row([*terms, (self.peak, -1.0)], high=-point.outside_bytes / part)
-        elif budget_bytes is not None:
-            self.milp.row(terms, high=(budget_bytes - point.outside_bytes) / part)
+def _bytes_at(
+    step: Step, point: StepPoint, take: Sequence[dict[int, int]]
+) -> Iterator[tuple[int, int]]:
+    """The columns of all that has bytes at a point, and how many."""
+    for run in point.waiting:
+        versions = step.versions[step.part_of[run]]
+        yield from ((column, versions[v].saved_bytes) for v, column in take[run].items())
+    if point.running is not None:
+        versions = step.versions[step.part_of[point.running]]
+        for v, column in take[point.running].items():
+            one, forward = versions[v], point.phase == "forward"
+            yield column, one.forward_bytes if forward else one.backward_bytes

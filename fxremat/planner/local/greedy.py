@@ -10,12 +10,23 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import repeat
 
+from fxremat.core.constants import MEASURABLE
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
 from fxremat.planner import constants
+from fxremat.planner.deadline import Deadline
 from fxremat.planner.indexed_problem import IndexedProblem, build_model, peak_bound
 from fxremat.planner.local import level_sweep
+from fxremat.planner.local.editable_schedule import (
+    EditableSchedule,
+    descend,
+    descend_from_store_all,
+    level_work,
+    path_work,
+)
+from fxremat.planner.local.ruin_and_repair import Improver
 from fxremat.planner.local.stage_schedule import (
     Entry,
     ExtraRun,
@@ -70,19 +81,30 @@ def adapt(plan: Plan, problem: Problem, budget_bytes: int, options: SolverOption
     it takes hardly longer than the plan did: else the other problem is the better one.
     """
     started = time.perf_counter()
-    front = ParetoFront(build_model(problem))
-    runs = extra_runs(front.model, plan.ops)
-    level_sweep.fill_from(front, runs, budget_bytes, plan.time_us, options)
+    model = build_model(problem)
+    front, work = ParetoFront(model), path_work(model.n)
+    front.offer(StageSchedule(model))
+    search = EditableSchedule(StageSchedule(model, extra_runs(model, plan.ops)))
+    search.keep_what_fits(budget_bytes)
+    descend(search, front, budget_bytes, work // 3)
+    state = search.state
+    if state.max_peak() <= budget_bytes and state.time <= plan.time_us * (1 + MEASURABLE):
+        improver = Improver(search, front, options.seed)
+        improver.rounds(budget_bytes, state.work + level_work(model.n))
     return _quick_plan(front, budget_bytes, started)
 
 
 def quick_front(problem: Problem, budget_bytes: int | None, options: SolverOptions) -> ParetoFront:
     """What is found on the way to one budget, with about a tenth of the work of `whole_front`."""
-    front = ParetoFront(build_model(problem))
+    model, deadline = build_model(problem), Deadline(options.time_limit_s)
+    front = ParetoFront(model)
     if budget_bytes is None:
-        front.offer(StageSchedule(front.model))
-    else:
-        level_sweep.fill_for_budget(front, budget_bytes, options)
+        front.offer(StageSchedule(model))
+        return front
+    descend_from_store_all(front, budget_bytes, repeat(path_work(model.n) // 3), deadline)
+    if deadline.running() and front.best(budget_bytes) is not None:
+        improver = Improver.at(front, budget_bytes, options.seed)
+        improver.rounds(budget_bytes, improver.search.state.work + level_work(model.n))
     return front
 
 

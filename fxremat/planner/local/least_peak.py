@@ -1,12 +1,10 @@
-"""The least feasible peak: exact where the problem is small, else the best that was found.
+"""Of a small problem: all schedules that none beats in peak and time, and the least peak.
 
 ``optima`` are all shortest paths in time and peak (label setting; Martins, "On a multicriteria
 shortest path problem", 1984). Nodes are pairs of (ops run so far, copies held), and edges are runs.
 The path of least peak has the least of all schedules whose first runs come in base order, with any
 repeats anywhere. A copy is freed at the last step that reads it, or at the one that writes it if
 none does; so no other choices need to be tried.
-
-``search_lower`` is for larger problems: it ruins the lowest known schedule and evicts again.
 """
 
 from __future__ import annotations
@@ -19,7 +17,6 @@ from typing import Any
 
 from fxremat.planner import constants
 from fxremat.planner.indexed_problem import INPUT, IndexedProblem
-from fxremat.planner.local.ruin_and_repair import Improver
 from fxremat.planner.local.stage_schedule import ExtraRun
 
 Node = tuple[int, frozenset[int]]
@@ -85,9 +82,9 @@ def _runs(model: IndexedProblem, node: Node) -> Iterator[tuple[int, int, Node]]:
 
 def _transitions(model: IndexedProblem, node: Node, op: int) -> Iterator[tuple[int, int, Node]]:
     done, held = node
-    first = op == done
-    done += first
-    now = held | {value for value in model.writes[op] if not model.is_output[value]}
+    begins = [v for v in model.writes[op] if op == done or not model.is_output[v]]
+    done += op == done
+    now = held | {value for value in begins if not model.is_output[value]}
     kept = [v for v, keep in enumerate(model.is_output) if keep and model.writer[v] < done]
     full = model.problem.resident_bytes + model.workspace[op]
     full += sum(model.bytes[value] for value in (*now, *kept))
@@ -98,7 +95,7 @@ def _transitions(model: IndexedProblem, node: Node, op: int) -> Iterator[tuple[i
         for freed in combinations(ends, size):
             after = now.difference(freed)
             if not _is_lost(model, after, done):
-                yield op, full - _taken_over(model, op, first, freed), (done, after)
+                yield op, full - model.overtaken(op, freed, begins), (done, after)
 
 
 def _is_lost(model: IndexedProblem, held: frozenset[int], done: int) -> bool:
@@ -108,30 +105,3 @@ def _is_lost(model: IndexedProblem, held: frozenset[int], done: int) -> bool:
         for value, op in enumerate(model.writer)
         if op == INPUT or not model.repeatable[op]
     )
-
-
-def _taken_over(model: IndexedProblem, op: int, first: bool, freed: tuple[int, ...]) -> int:
-    return sum(
-        min(model.bytes[read], model.bytes[write])
-        for read, write in model.inplace[op]
-        if read in freed and (first or not model.is_output[write])
-    )
-
-
-def search_lower(improver: Improver, work: int) -> None:
-    """Ruin and evict again from the improver's state; lower peaks are offered to its front."""
-    search = improver.search
-    state = search.state
-    for _ in range(5 * constants.TRIES):
-        if state.work >= work:
-            break
-        search.commit()
-        before = (state.max_peak(), state.time)
-        improver.ruin()
-        while state.work < work and search.evict():
-            pass
-        search.keep_what_fits(state.max_peak())
-        if (state.max_peak(), state.time) <= before:
-            improver.front.offer(state)
-        else:
-            search.roll_back()

@@ -8,10 +8,9 @@ by evicting further.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from itertools import pairwise, repeat
+from itertools import pairwise
 
-from fxremat.core.constants import MEASURABLE
+from fxremat.core.timeline import replay
 from fxremat.planner import constants
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.indexed_problem import INPUT, IndexedProblem, live_bytes, peak_bound
@@ -22,9 +21,14 @@ from fxremat.planner.local.editable_schedule import (
     level_work,
     path_work,
 )
-from fxremat.planner.local.least_peak import optima, search_lower
+from fxremat.planner.local.least_peak import optima
 from fxremat.planner.local.ruin_and_repair import Improver
-from fxremat.planner.local.stage_schedule import ExtraRun, ParetoFront, StageSchedule
+from fxremat.planner.local.stage_schedule import (
+    ExtraRun,
+    ParetoFront,
+    StageSchedule,
+    steps_of,
+)
 from fxremat.planner.solvers import SolverOptions
 
 
@@ -38,64 +42,25 @@ def fill(front: ParetoFront, options: SolverOptions) -> int:
     front.offer(StageSchedule(model))
     found, proven = optima(model)
     for peak, runs in found:
-        front.add(peak, runs)
+        real = replay(model.problem, model.names(steps_of(model.n, runs))).peak_bytes
+        front.add(real, runs)
+        proven &= real == peak  # not where a value is in two in-place pairs of an op
     if proven or not model.n:
         return found[-1][0] if found else 0
     descend_from_store_all(front, 0, (work, work // 3, work // 3), deadline)
     if deadline.running():
         offer_segments(front, work)
     if deadline.running() and front.least().peak > peak_bound(model):
-        lowest = Improver.at(front, 0, options.seed * 1000 + 999)
-        search_lower(lowest, 5 * level_work(model.n))
-    targets = _levels(front)
-    for k, target in enumerate(targets):
-        below = targets[k + 1] if k + 1 < len(targets) else 0
+        Improver.at(front, 0, options.seed * 1000 + 999).lower(5 * level_work(model.n))
+    for k, (target, below) in enumerate(pairwise([*_levels(front), 0])):
         if deadline.running():
             improver = Improver.at(front, target, options.seed * 1000 + k)
-            _improve(improver, target, below, level_work(model.n))
+            search, work = improver.search, level_work(model.n)
+            improver.rounds(target, work)
+            search.length_exponent, search.noise = 0.0, None
+            search.gaps.unblock()
+            descend(search, front, below, search.state.work + 2 * work)
     return 0
-
-
-def fill_for_budget(front: ParetoFront, budget_bytes: int, options: SolverOptions) -> None:
-    """Offer the front what leads to one budget, with about a tenth of the work of `fill`."""
-    model, deadline = front.model, Deadline(options.time_limit_s)
-    descend_from_store_all(front, budget_bytes, repeat(path_work(model.n) // 3), deadline)
-    if deadline.running() and front.best(budget_bytes) is not None:
-        improver = Improver.at(front, budget_bytes, options.seed)
-        improver.rounds(budget_bytes, improver.search.state.work + level_work(model.n))
-
-
-def fill_from(
-    front: ParetoFront,
-    runs: Sequence[ExtraRun],
-    budget_bytes: int,
-    hoped_us: float,
-    options: SolverOptions,
-) -> None:
-    """Offer the front what leads from the schedule with these runs to one budget.
-
-    It is improved only where it comes near the time that is hoped for.
-    """
-    model = front.model
-    work = path_work(model.n)
-    front.offer(StageSchedule(model))
-    search = EditableSchedule(StageSchedule(model, runs))
-    search.keep_what_fits(budget_bytes)
-    descend(search, front, budget_bytes, work // 3)
-    state = search.state
-    fits = state.max_peak() <= budget_bytes
-    if fits and state.time <= hoped_us * (1 + MEASURABLE):
-        improver = Improver(search, front, options.seed)
-        improver.rounds(budget_bytes, state.work + level_work(model.n))
-
-
-def _improve(improver: Improver, target: int, below: int, work: int) -> None:
-    """Improve a schedule within the target, then evict on to the target below."""
-    search = improver.search
-    improver.rounds(target, work)
-    search.length_exponent, search.noise = 0.0, None
-    search.gaps.unblock()
-    descend(search, improver.front, below, search.state.work + 2 * work)
 
 
 def _levels(front: ParetoFront) -> list[int]:
@@ -145,7 +110,7 @@ def segment_runs(store_all: StageSchedule, count: int) -> list[ExtraRun]:
     """The runs that compute each segment again where it is first needed."""
     model, uses, out = store_all.model, store_all.uses, list[ExtraRun]()
     peak_stage = int(store_all.peak.argmax())
-    cuts = _cuts(store_all, peak_stage, count)
+    cuts = narrow_cuts(model, peak_stage, count)
     for start, stop in pairwise([0, *cuts, peak_stage + 1]):
         # Values of the segment that no later one reads, and of these what is read after the peak.
         own = (value for op in range(start, stop) for value in model.writes[op])
@@ -154,32 +119,26 @@ def segment_runs(store_all: StageSchedule, count: int) -> list[ExtraRun]:
         dropped = [v for v in local if uses[v] and uses[v][-1] > peak_stage]
         if dropped:
             stage = min(use for v in dropped for use in uses[v] if use > peak_stage)
-            again = {model.writer[value] for value in dropped}
-            for op in reversed(range(start, stop)):
-                if op in again:
-                    again.update(model.writer[read] for read in model.reads[op] if read in local)
-            out += [(op, stage) for op in sorted(again)]
+            out += [(op, stage) for op in model.makers(range(start, stop), dropped, local)]
     return out
 
 
-def _cuts(store_all: StageSchedule, peak_stage: int, count: int) -> list[int]:
-    """Stages at which segments begin: evenly apart, but where few bytes cross near by.
+def narrow_cuts(model: IndexedProblem, last: int, count: int) -> list[int]:
+    """Where so many stretches of the ops up to ``last`` begin, but for the first.
 
-    Each is moved by up to a quarter of a segment.
+    They are evenly apart, each moved by up to a quarter of a stretch to where few bytes cross.
     """
-    crossing = _crossing(store_all.model, peak_stage)
-    width = (peak_stage + 1) / count
-    cuts = set()
+    crossing, width, cuts = _crossing(model, last), (last + 1) / count, set[int]()
     for low in (int((k - 0.25) * width) for k in range(1, count)):
-        near = range(max(1, low), min(peak_stage, int(low + width / 2)) + 1)
+        near = range(max(1, low), min(last, int(low + width / 2)) + 1)
         if near:
             cuts.add(min(near, key=lambda stage: (crossing[stage], stage)))
     return sorted(cuts)
 
 
-def _crossing(model: IndexedProblem, peak_stage: int) -> list[int]:
-    """Bytes written before each stage and read from it on, up to the peak stage."""
-    last = {value: op for op in range(peak_stage + 1) for value in model.reads[op]}
+def _crossing(model: IndexedProblem, stop: int) -> list[int]:
+    """Bytes written before each op and read from it on, up to the op ``stop``."""
+    last = {value: op for op in range(stop + 1) for value in model.reads[op]}
     writers = ((value, model.writer[value], until) for value, until in last.items())
     spans = ((op + 1, until + 1, model.bytes[v]) for v, op, until in writers if op != INPUT)
-    return live_bytes(spans, peak_stage + 1)
+    return live_bytes(spans, stop + 1)

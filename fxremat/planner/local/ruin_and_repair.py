@@ -2,23 +2,13 @@
 
 Ruin takes out a few related extra runs, or adds an eviction. Repair evicts until the target holds,
 and then leaves out the runs that fit (Shaw, "Using constraint programming and local search methods
-to solve vehicle routing problems", CP 1998; here for retention). What saves time is kept and tried
-at alike ops. Numbers of rounds are fixed beforehand and random numbers are seeded, so the outcome
-is deterministic.
-
-A change that pays is tried again where ops look the same, since deep networks repeat their blocks.
-Two ops are *alike* when time, workspace, phase and the sizes of what they read and write agree. A
-change is moved to another place by moving its ops and its stages by constant offsets, each to the
-nearest alike op. The offsets come from a pair: an op of the change and a stage that reads its
-values directly. Every alike pair of writer and reader gives one place.
+to solve vehicle routing problems", CP 1998; here for retention). Numbers of rounds are fixed
+beforehand and random numbers are seeded, so the outcome is deterministic.
 """
 
 from __future__ import annotations
 
 import random
-from bisect import bisect_left
-from collections import Counter
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,58 +16,8 @@ import numpy as np
 from fxremat.core.constants import MEASURABLE
 from fxremat.planner import constants
 from fxremat.planner.deadline import Deadline
-from fxremat.planner.indexed_problem import IndexedProblem
 from fxremat.planner.local.editable_schedule import EditableSchedule, plan_eviction
-from fxremat.planner.local.stage_schedule import ExtraRun, ParetoFront, Undo
-
-Change = tuple[tuple[ExtraRun, ...], tuple[ExtraRun, ...]]
-"""Extra runs that are added, and extra runs that are removed."""
-
-
-def net_change(journal: Iterable[Undo]) -> Change:
-    """What a journal has added and removed in all."""
-    net = Counter[ExtraRun]()
-    for undo in journal:
-        net.update(undo.added)
-        net.subtract(undo.removed)
-    add = tuple(run for run, count in net.items() if count > 0)
-    return add, tuple(run for run, count in net.items() if count < 0)
-
-
-def repeated(model: IndexedProblem, change: Change) -> Iterator[Change]:
-    """The change, moved to every other place where alike ops stand."""
-    alike, readers = model.alike, model.readers
-    anchors = (
-        (op, stage)
-        for runs in change
-        for op, stage in runs
-        if stage in readers[op] and len(alike[op]) > 1
-    )
-    op, stage = next(anchors, (0, 0))
-    for other in alike[op] if stage else ():
-        reader = next((r for r in readers[other] if alike[r] is alike[stage]), None)
-        if other != op and reader is not None:
-            add, remove = (_moved(model, runs, other - op, reader - stage) for runs in change)
-            if add or remove:
-                yield add, remove
-
-
-def _moved(
-    model: IndexedProblem, runs: tuple[ExtraRun, ...], ops: int, stages: int
-) -> tuple[ExtraRun, ...]:
-    """The runs, moved by so many ops and stages; without those that have no alike op there."""
-    moved = ((_nearest(model, op, ops), _nearest(model, stage, stages)) for op, stage in runs)
-    pairs = ((op, stage) for op, stage in moved if op is not None and stage is not None)
-    return tuple(dict.fromkeys((op, stage) for op, stage in pairs if op < stage))
-
-
-def _nearest(model: IndexedProblem, op: int, offset: int) -> int | None:
-    """The op alike that is nearest to the place, if it is near."""
-    alike, position = model.alike[op], op + offset
-    k = bisect_left(alike, position)
-    near = min(alike[max(0, k - 1) : k + 1], key=lambda other: abs(other - position))
-    return near if abs(near - position) <= 4 else None
-
+from fxremat.planner.local.stage_schedule import ExtraRun, ParetoFront
 
 NO_LIMIT = 1 << 62
 SLACK = 2 * MEASURABLE
@@ -106,26 +46,36 @@ class Improver:
 
         The state must meet the target already.
         """
-        state = self.search.state
+        search, state = self.search, self.search.state
         best, in_vain = state.time, 0
         for _ in range(5 * constants.TRIES):
             if state.work >= work or in_vain == constants.TRIES:
                 break
-            self._round(target)
+            search.commit()
+            self.ruin()
+            if self._repair(target, best):
+                self.front.offer(state)
+            else:
+                search.roll_back()
             in_vain = 0 if state.time < best else in_vain + 1
             best = state.time
 
-    def _round(self, target: int) -> None:
-        search = self.search
-        search.commit()
-        before = search.state.time
-        self.ruin()
-        if not self._repair(target, before):
-            search.roll_back()
-            return
-        self.front.offer(search.state)
-        if search.state.time < before - 1e-9 * before:
-            self._repeat(net_change(search.journal), target)
+    def lower(self, work: int) -> None:
+        """Ruin and evict again, with so much work; lower peaks are offered to the front."""
+        search, state = self.search, self.search.state
+        for _ in range(5 * constants.TRIES):
+            if state.work >= work:
+                break
+            search.commit()
+            before = (state.max_peak(), state.time)
+            self.ruin()
+            while state.work < work and search.evict():
+                pass
+            search.keep_what_fits(state.max_peak())
+            if (state.max_peak(), state.time) <= before:
+                self.front.offer(state)
+            else:
+                search.roll_back()
 
     def ruin(self) -> None:
         """Ruin a part of the state, and rank gaps in another way for its repair."""
@@ -183,22 +133,6 @@ class Improver:
         extra = self.search.state.extra
         near = {s for stage in stages for s in range(stage - 2, stage + 3) if 0 <= s < len(extra)}
         return [(op, stage) for stage in sorted(near) for op in extra[stage]]
-
-    def _repeat(self, change: Change, target: int) -> None:
-        search, state = self.search, self.search.state
-        for moved_add, moved_remove in repeated(state.model, change):
-            search.commit()
-            before = state.time
-            add = tuple(run for run in moved_add if run[0] not in state.extra[run[1]])
-            remove = tuple(run for run in moved_remove if run[0] in state.extra[run[1]])
-            if not add and not remove:
-                continue
-            search.change(add, remove)
-            search.remove_unread(add)
-            if self._repair(target, before):
-                self.front.offer(state)
-            else:
-                search.roll_back()
 
 
 def polish(front: ParetoFront, budget: int, seed: int, deadline: Deadline) -> None:

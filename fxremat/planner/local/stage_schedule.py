@@ -219,21 +219,15 @@ class StageSchedule:
                 dies[step].append(value)
         live, worst = int(self.bytes_at_start[stage]), 0
         for step, op in enumerate(order):
-            first = op == stage
-            for value in model.writes[op]:
-                if first or not kept[value]:
-                    live += sizes[value]
+            begins = [v for v in model.writes[op] if op == stage or not kept[v]]
+            for value in begins:
+                live += sizes[value]
             now = live + model.workspace[op]
-            ends = dies[step]
-            paired = set[int]()
-            for read, write in model.inplace[op]:
-                begins = first or not kept[write]
-                if read in ends and begins and paired.isdisjoint((read, write)):
-                    now -= min(sizes[read], sizes[write])
-                    paired |= {read, write}
+            if model.inplace[op]:
+                now -= model.overtaken(op, dies[step], begins)
             if now > worst:
                 worst = now
-            for value in ends:
+            for value in dies[step]:
                 live -= sizes[value]
         return worst
 

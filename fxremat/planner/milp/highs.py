@@ -117,9 +117,27 @@ class Milp:
         near to the bound as ``gap`` of itself, or as ``absolute_gap``. ``start`` is a solution to
         begin with: a value for each column.
         """
-        if not self.cost:
-            return self._without_columns()
-        highs = self._highs(deadline, nodes, gap, absolute_gap)
+        if not self.cost:  # HiGHS calls such a programme empty, whatever its rows say
+            rows = zip(self.row_low, self.row_high, strict=True)
+            if all(low <= 0 <= high for low, high in rows):
+                return Solution(np.zeros(0), 0.0, 0.0, is_optimal=True)
+            return Solution(None, FREE, FREE)
+        highs = highspy.Highs()  # type: ignore[no-untyped-call]
+        options: dict[str, bool | int | float] = {
+            "output_flag": False,
+            "log_to_console": False,
+            "threads": 1,
+            "mip_rel_gap": gap,
+            "mip_abs_gap": absolute_gap,
+            "mip_allow_restart": self.may_restart,
+        }
+        if nodes is not None:
+            options["mip_max_nodes"] = nodes
+        if deadline.left() < FREE:
+            options["time_limit"] = max(0.0, deadline.left())
+        for name, value in options.items():
+            highs.setOptionValue(name, value)
+        highs.passModel(self._lp())
         if start is not None:
             start_solution = highspy.HighsSolution()
             start_solution.col_value = [float(value) for value in start]
@@ -158,46 +176,9 @@ class Milp:
 
     def relaxed(self, deadline: Deadline) -> Solution:
         """The optimum of the linear relaxation: all columns continuous."""
-        if not self.cost:
-            return self._without_columns()
-        highs = self._highs(deadline, None, TOLERANCE, 0.0, relax=True)
-        _run(highs)
-        return self._outcome_of(highs)
+        return replace(self, integer=[False] * len(self.integer)).solve(deadline)
 
-    def _without_columns(self) -> Solution:
-        """HiGHS calls such a programme empty, whatever its rows say."""
-        rows = zip(self.row_low, self.row_high, strict=True)
-        if all(low <= 0 <= high for low, high in rows):
-            return Solution(np.zeros(0), 0.0, 0.0, is_optimal=True)
-        return Solution(None, FREE, FREE)
-
-    def _highs(
-        self,
-        deadline: Deadline,
-        nodes: int | None,
-        gap: float,
-        absolute_gap: float,
-        relax: bool = False,
-    ) -> highspy.Highs:
-        highs = highspy.Highs()  # type: ignore[no-untyped-call]
-        options: dict[str, bool | int | float] = {
-            "output_flag": False,
-            "log_to_console": False,
-            "threads": 1,
-            "mip_rel_gap": gap,
-            "mip_abs_gap": absolute_gap,
-            "mip_allow_restart": self.may_restart,
-        }
-        if nodes is not None:
-            options["mip_max_nodes"] = nodes
-        if deadline.left() < FREE:
-            options["time_limit"] = max(0.0, deadline.left())
-        for name, value in options.items():
-            highs.setOptionValue(name, value)
-        highs.passModel(self._lp(relax))
-        return highs
-
-    def _lp(self, relax: bool) -> highspy.HighsLp:
+    def _lp(self) -> highspy.HighsLp:
         lp = highspy.HighsLp()
         lp.num_col_, lp.num_row_ = len(self.cost), len(self.row_low)
         lp.col_cost_ = np.array(self.cost)
@@ -208,7 +189,7 @@ class Milp:
         lp.a_matrix_.start_ = np.array(self.row_starts, dtype=np.int32)
         lp.a_matrix_.index_ = np.array(self.row_columns, dtype=np.int32)
         lp.a_matrix_.value_ = np.array(self.row_factors, dtype=np.float64)
-        if not relax:
+        if any(self.integer):
             kinds = (highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger)
             lp.integrality_ = [kinds[integer] for integer in self.integer]
         return lp
@@ -218,14 +199,13 @@ class Milp:
         status, info = highs.getModelStatus(), highs.getInfo()
         if status == highspy.HighsModelStatus.kInfeasible:
             return Solution(None, FREE, FREE)
-        is_lp = not highs.getLp().integrality_
         feasible = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
         values = np.array(highs.getSolution().col_value) if feasible else None
         objective = info.objective_function_value if feasible else FREE
         is_optimal = status == highspy.HighsModelStatus.kOptimal
-        if is_lp:
-            return Solution(values, objective, objective if is_optimal else -FREE, is_optimal)
-        return Solution(values, objective, info.mip_dual_bound, is_optimal)
+        of_lp = objective if is_optimal else -FREE
+        bound = info.mip_dual_bound if any(self.integer) else of_lp
+        return Solution(values, objective, bound, is_optimal)
 
 
 def _run(highs: highspy.Highs) -> None:

@@ -15,7 +15,8 @@ good as the whole programme. With each further point it gets closer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from fxremat.planner import constants
@@ -32,6 +33,8 @@ from fxremat.planner.milp.highs import (
 
 Affine = tuple[float, list[Term]]
 """A constant, and the terms that are added to it."""
+ALWAYS: Affine = (1.0, [])
+"""The condition that holds whatever is chosen."""
 
 
 @dataclass
@@ -50,6 +53,7 @@ class Relaxation:
     fits: bool = True
 
     def __post_init__(self) -> None:
+        self.per_byte = SCALE / max(1, self.budget)
         for stage in self.points:
             self.held.append(self._held_at(stage))
         for j in range(len(self.points)):
@@ -61,7 +65,7 @@ class Relaxation:
             self._held_values_come_from_somewhere(j)
         for j in range(len(self.points) - 1):
             self._once_for_all_windows(j)
-            if self.points[j + 1] - self.points[j] == 1:
+            if self._are_neighbours(j):
                 self._runs_fit(j)
 
     # -- columns ---------------------------------------------------------------------------
@@ -69,18 +73,30 @@ class Relaxation:
     def _held_at(self, stage: int) -> dict[int, int | None]:
         """Outputs are left out: they are live for good, and always there to be read."""
         model, found = self.model, dict[int, int | None]()
-        own = {*model.reads[stage], *model.writes[stage]}
+        own, certain = {*model.reads[stage], *model.writes[stage]}, self._certain(stage)
         for value, op in enumerate(model.writer):
             if op > stage or model.is_output[value]:
                 continue
-            if value in own or self._stays(value, stage):
+            if value in certain:
                 found[value] = None
-            elif self.model.last_needs[value] > stage:
+            elif model.last_needs[value] > stage or value in own:
                 found[value] = self.milp.binary()
         return found
 
-    def _stays(self, value: int, stage: int) -> bool:
-        return not self.model.evictable(value) and self.model.last_reads[value] > stage
+    def _certain(self, stage: int) -> set[int]:
+        """What is live in any case: what the stage touches, and what cannot be computed again."""
+        model = self.model
+        its = enumerate(model.last_reads)
+        stay = {v for v, last in its if last > stage and not self._may_go(v)}
+        return stay | {*model.reads[stage], *model.writes[stage]}
+
+    def _may_go(self, value: int) -> bool:
+        """Whether the value may be missing before its last read."""
+        return self.model.evictable(value)
+
+    def _are_neighbours(self, j: int) -> bool:
+        """Whether nothing runs for the first time between point j and the next."""
+        return self.points[j + 1] - self.points[j] == 1
 
     def _other_sources(self, j: int, value: int) -> list[Term]:
         """Other columns that bring the value in the window after point j; none here."""
@@ -108,27 +124,27 @@ class Relaxation:
         """sum(bytes[v] held[v, j]) + what is there in any case <= budget"""
         model, stage = self.model, self.points[j]
         overwritten, terms = self._write_over(j)
-        fixed = self._fixed_bytes(stage) + model.workspace[stage] - overwritten
-        per_byte = SCALE / max(1, self.budget)
+        fixed = self._outputs(stage)[0] + model.workspace[stage] - overwritten
         for value, column in self.held[j].items():
             if column is None:
                 fixed += model.bytes[value]
             else:
-                terms.append((column, model.bytes[value] * per_byte))
-        room = (self.budget - fixed) * per_byte
+                terms.append((column, model.bytes[value] * self.per_byte))
+        room = (self.budget - fixed) * self.per_byte
         self.fits = self.fits and room >= sum(factor for _, factor in terms if factor < 0)
-        self.milp.row(terms, high=room)
+        self._fit(terms, fixed)
 
-    def _fixed_bytes(self, stage: int) -> int:
-        """Resident values and the outputs there are."""
+    def _fit(self, terms: list[Term], fixed: float) -> None:
+        """terms + fixed <= budget"""
+        self.milp.row(terms, high=(self.budget - fixed) * self.per_byte)
+
+    def _outputs(self, stage: int) -> Affine:
+        """Bytes of resident values and of the outputs there are."""
         model = self.model
-        return model.problem.resident_bytes + sum(
-            size
-            for value, size in enumerate(model.bytes)
-            if model.is_output[value] and model.writer[value] <= stage
-        )
+        there = (v for v, op in enumerate(model.writer) if model.is_output[v] and op <= stage)
+        return model.problem.resident_bytes + sum(model.bytes[value] for value in there), []
 
-    def _write_over(self, j: int) -> tuple[int, list[Term]]:
+    def _write_over(self, j: int) -> Affine:
         """Bytes that the first run may write over what it reads for the last time, at most.
 
         Where a later first run reads the value, too, it must be written again in between:
@@ -148,21 +164,32 @@ class Relaxation:
                 for i in range(j, len(self.points)):
                     found += [(column, -factor) for column, factor in self._other_sources(i, read)]
                 self.milp.row([(overwritten, 1.0), *found], high=0.0)
-                terms.append((overwritten, -size * SCALE / max(1, self.budget)))
+                terms.append((overwritten, -size * self.per_byte))
         return sum(shared.values()), terms
 
     def _first_runs_find_their_reads(self, j: int) -> None:
-        """held[v, j] + rerun[writer of v, j] >= 1 for first runs in the window that read v"""
-        for value in self._read_in_window(j):
-            self._at_least(j, value, (1.0, []))
+        """held[v, j] + rerun[writer of v, j] >= condition for first runs in the window that read v
+
+        The condition is 1 where nothing is chosen but what is live and what runs again.
+        """
+        for value, demand in self._demands(j):
+            self._at_least(j, value, demand)
 
     def _runs_find_their_reads(self, j: int) -> None:
-        """rerun[q, j] <= held[v, j] + rerun[writer of v, j] for every v that q reads"""
+        """held[v, j] + rerun[writer of v, j] >= rerun[q, j] + condition - 1 for all that q reads"""
         done = self._read_in_window(j)
         for op, column in self.rerun[j].items():
-            for value in self.model.reads[op]:
+            for value, (low, terms) in self._reads_of_run(op):
                 if value not in done and not self.model.is_output[value]:
-                    self._at_least(j, value, (0.0, [(column, 1.0)]))
+                    self._at_least(j, value, (low - 1.0, [*terms, (column, 1.0)]))
+
+    def _demands(self, j: int) -> Iterable[tuple[int, Affine]]:
+        """What first runs of the window after point j read, and the condition for each."""
+        return ((value, ALWAYS) for value in self._read_in_window(j))
+
+    def _reads_of_run(self, op: int) -> Iterable[tuple[int, Affine]]:
+        """What an op reads that runs again, and the condition for each."""
+        return ((value, ALWAYS) for value in self.model.reads[op])
 
     def _held_values_come_from_somewhere(self, j: int) -> None:
         """held[v, j + 1] <= held[v, j] + rerun[writer of v, j] for v that is there at j"""
@@ -171,7 +198,7 @@ class Relaxation:
         done = self._read_in_window(j)
         for value, column in self.held[j + 1].items():
             if self.model.writer[value] <= self.points[j] and value not in done:
-                demand = (1.0, []) if column is None else (0.0, [(column, 1.0)])
+                demand = ALWAYS if column is None else (0.0, [(column, 1.0)])
                 self._at_least(j, value, demand)
 
     def _runs_fit(self, j: int) -> None:
@@ -180,29 +207,34 @@ class Relaxation:
         stays[v] >= held[v, j] + held[v, j + 1] - 1 - rerun[writer of v, j]
         sum(bytes[v] stays[v], v that q does not touch) + bytes of q rerun[q, j] <= budget
         """
-        model, per_byte = self.model, SCALE / max(1, self.budget)
-        room, stays = self.budget - self._fixed_bytes(self.points[j]), dict[int, int]()
+        model, per_byte, stays = self.model, self.per_byte, dict[int, int]()
+        fixed, outputs = self._outputs(self.points[j])
         for value, column in self.held[j].items():
             if value not in self.held[j + 1]:
                 continue
             known = present(column, self.held[j + 1][value], factor=-1.0)
             run = present(self.rerun[j].get(model.writer[value]))
             if not known and not run:
-                room -= model.bytes[value]
+                fixed += model.bytes[value]
                 continue
             stays[value] = self.milp.real()
             self.milp.row([(stays[value], 1.0), *known, *run], low=1.0 - len(known))
-        total = self.milp.real(high=SCALE)
+        total = self.milp.real(high=math.inf)
         parts = [(column, model.bytes[value] * per_byte) for value, column in stays.items()]
         self.milp.row([*parts, (total, -1.0)], 0.0, 0.0)
         for op, column in self.rerun[j].items():
-            touched = {*model.reads[op], *model.writes[op]}
+            touched = {*(v for v, when in self._reads_of_run(op) if when == ALWAYS)}
+            touched |= {*model.writes[op]}
             own = [value for value in touched if value in stays or self._comes_and_goes(j, value)]
+            shared = dict[int, int]()
+            for read, write in model.inplace[op]:
+                size = min(model.bytes[read], model.bytes[write])
+                shared[write] = max(size, shared.get(write, 0))
             size = model.workspace[op] + sum(model.bytes[value] for value in own)
-            size -= sum(min(model.bytes[r], model.bytes[w]) for r, w in model.inplace[op])
-            terms = [(total, 1.0), (column, size * per_byte)]
+            own_bytes = (size - sum(shared.values())) * per_byte
+            terms = [(total, 1.0), (column, own_bytes), *outputs]
             terms += [(stays[v], -model.bytes[v] * per_byte) for v in touched if v in stays]
-            self.milp.row(terms, high=room * per_byte)
+            self._fit(terms, fixed)
 
     def _comes_and_goes(self, j: int, value: int) -> bool:
         """Whether the value's bytes may be missing somewhere in the window."""
@@ -234,7 +266,7 @@ class Relaxation:
                 self.milp.row([(rerun_from[op], 1.0), (part, -1.0)], low=0.0)
         for value, op in enumerate(model.writer):
             if op <= stage < self.model.last_reads[value] and not model.is_output[value]:
-                self._at_least(j, value, (1.0, []), rerun_from)
+                self._at_least(j, value, ALWAYS, rerun_from)
         for op, column in rerun_from.items():
             for value in model.reads[op]:
                 if not model.is_output[value]:
@@ -250,8 +282,12 @@ class Relaxation:
         terms = present(self.held[j].get(value), run)
         for i in range(j, j + 1 if rerun is None else len(self.points)):
             terms += self._other_sources(i, value)
+        self._demand(terms, demand)
+
+    def _demand(self, found: Iterable[Term], demand: Affine) -> None:
+        """found >= demand"""
         low, wanted = demand
-        self.milp.row([*terms, *((c, -factor) for c, factor in wanted)], low=low)
+        self.milp.row([*found, *((column, -factor) for column, factor in wanted)], low=low)
 
     def _read_in_window(self, j: int) -> set[int]:
         """Values there at point j that first runs of the window after it read."""

@@ -91,8 +91,8 @@ class MovingRelaxation(Relaxation):
         for j in range(len(self.points)):
             self._engines_take_time(j)
 
-    def _stays(self, value: int, stage: int) -> bool:
-        return not self.may_move[value] and super()._stays(value, stage)
+    def _may_go(self, value: int) -> bool:
+        return self.may_move[value] or super()._may_go(value)
 
     def _other_sources(self, j: int, value: int) -> list[Term]:
         return present(self.fetch[j].get(value))
@@ -100,8 +100,8 @@ class MovingRelaxation(Relaxation):
     def _cost(self, op: int) -> float:
         return 0.0
 
-    def _runs_fit(self, j: int) -> None:
-        """Not here: what comes from the host may go again."""
+    def _are_neighbours(self, j: int) -> bool:
+        return False  # what comes from the host may go again
 
     def _us(self, value: int, back: bool) -> float:
         """Time of a value on its engine, in the units of the MILP."""

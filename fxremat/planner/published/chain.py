@@ -34,7 +34,7 @@ import numpy as np
 from fxremat.core.problem import Problem
 from fxremat.planner import constants
 from fxremat.planner.indexed_problem import INPUT, IndexedProblem, build_model, live_bytes
-from fxremat.planner.published.parts import Steps, backwards, makers, overtaken, read_later
+from fxremat.planner.published.parts import Steps, backwards, read_later
 from fxremat.planner.solvers import ProblemRefused
 
 
@@ -407,7 +407,7 @@ def option_cost(chain: Chain, block: Block, option: Steps) -> OptionCost:
 
 
 def _again(chain: Chain, block: Block, wanted: frozenset[int]) -> BlockRun:
-    steps = makers(chain.model, block.forward, wanted, block.local)
+    steps = chain.model.makers(block.forward, wanted, block.local)
     return _run(chain, block, steps, wanted, positioned=False)
 
 
@@ -455,6 +455,6 @@ def _worst(
             if first:  # fixed values begin and end at first runs only
                 begins.update(spans.keys() & model.writes[op])
                 ends.update(v for v in model.reads[op] if v in spans and spans[v][1] == op)
-            alive -= overtaken(model, op, ends, begins)
+            alive -= model.overtaken(op, ends, begins)
         worst = max(worst, fixed + alive)
     return worst

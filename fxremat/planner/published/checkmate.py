@@ -40,17 +40,6 @@ NAME, PRUNED = "checkmate", "checkmate_pruned"
 class TooManyRuns(ProblemRefused, ValueError):
     """The problem is too large for the full programme."""
 
-    def __init__(self, count: int) -> None:
-        super().__init__(count)
-        self.count = count
-
-    def __str__(self) -> str:
-        return (
-            f"solver {NAME!r} takes up to {constants.MOST_RUNS:,} repeats to choose from, "
-            f"and this problem has {self.count:,}. What to do: use solver {PRUNED!r}, which looks "
-            "at the likely ones"
-        )
-
 
 def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) -> Plan:
     """The plan of least time within the budget, proven so where the limits allow."""
@@ -59,7 +48,11 @@ def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) ->
         allowed = all_runs(work.model)
         count = sum(map(len, allowed))
         if count > constants.MOST_RUNS:
-            raise TooManyRuns(count)
+            raise TooManyRuns(
+                f"solver {NAME!r} takes up to {constants.MOST_RUNS:,} repeats to choose from, "
+                f"and this problem has {count:,}. What to do: use solver {PRUNED!r}, which looks "
+                "at the likely ones"
+            )
         work.improve(allowed, 3 * constants.NODES, full=True)
     return work.plan()
 

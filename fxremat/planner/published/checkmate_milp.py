@@ -30,6 +30,7 @@ from collections.abc import Collection, Iterable, Sequence
 from fxremat.planner.indexed_problem import INPUT, IndexedProblem
 from fxremat.planner.local.stage_schedule import ExtraRun, StageSchedule
 from fxremat.planner.milp.highs import FREE, SCALE, Milp, Term, present
+from fxremat.planner.published.known_schedule import pairs_apart
 
 Allowed = Sequence[Sequence[int]]
 """For each stage the ops that may run again in it, in base order."""
@@ -188,18 +189,12 @@ class CheckmateMilp:
         the best pair of each read counts: too many, if anything. Both are exact where no pairs
         share a value.
         """
-        model = self.model
-        out: dict[int, float] = {}
-        met: set[int] = set()
-        for read, write in model.inplace[op]:
-            if op != stage and model.is_output[write]:
-                continue
-            size = min(self.size(read), self.size(write))
-            if stage not in self.ordered:
+        model, out = self.model, dict[int, float]()
+        ordered = stage in self.ordered
+        for read, write in pairs_apart(model, op, op == stage) if ordered else model.inplace[op]:
+            if op == stage or not self.model.is_output[write]:
+                size = min(self.size(read), self.size(write))
                 out[read] = max(out.get(read, 0.0), size)
-            elif not met & {read, write}:
-                out[read] = size
-            met |= {read, write}
         return out
 
     # -- rows of stages whose order counts -------------------------------------------------

@@ -3,16 +3,13 @@
 A *cluster* is a stretch of the forward part in base order and the stretch of the backward part
 that reads its values. Stretches of a topological order are convex, and the graph of clusters has
 no cycles, whatever the graph of ops looks like: long skips and cross attention only make more
-values cross. The cuts are those where the fewest bytes cross, of clusters of about equal size.
+values cross.
 
 Source: Gusak et al., "HiRemate" (ICML 2025, PMLR 267), section on partitioning: clusters of
-bounded size and small interface. Theirs grow bottom up by a score; ours are cut by a dynamic
-programme, which is exact for its measure.
+bounded size and small interface. Theirs grow bottom up by a score; ours are about equally large.
 
-One level of the hierarchy: a problem whose ops are clusters, with their options as variants.
-
-The integer programme of Gusak et al., "HiRemate" (ICML 2025, PMLR 267), chooses an option for each
-cluster and lets clusters run again. Here it is the MILP that chooses variants
+One level of their hierarchy is an integer programme that chooses an option for each cluster and
+lets clusters run again. Here it is the MILP that chooses variants
 (`fxremat.planner.variants.choice_milp`), with a program point at each cluster, asked about this:
 
     once c      writes what the forward of cluster c makes that cannot be made again
@@ -31,15 +28,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 
-import numpy as np
-import numpy.typing as npt
-
 from fxremat.core.problem import Change, Op, Problem, Value, Variant
 from fxremat.core.variants import take
 from fxremat.planner.deadline import Deadline
-from fxremat.planner.indexed_problem import INPUT, IndexedProblem, build_model, live_bytes
-from fxremat.planner.published.chain import block_of_each_op, last_reads, turns
-from fxremat.planner.published.parts import Part, Steps, makers, most_alive, read_later
+from fxremat.planner.indexed_problem import INPUT, IndexedProblem, build_model
+from fxremat.planner.local.level_sweep import narrow_cuts
+from fxremat.planner.published.chain import block_of_each_op, turns
+from fxremat.planner.published.parts import Part, Steps, most_alive, read_later
 from fxremat.planner.variants.all_variants import combine
 from fxremat.planner.variants.choice_milp import ChoiceMilp
 from fxremat.planner.variants.choose_and_plan import runs_that_hold
@@ -57,19 +52,10 @@ class Cluster(Part):
         return self.local | self.makes
 
 
-@dataclass(frozen=True)
-class Decomposition:
-    """A model in clusters, in forward order; the backward parts come in reverse order."""
-
-    model: IndexedProblem
-    turn: int
-    clusters: tuple[Cluster, ...]
-
-
-def decompose(model: IndexedProblem, count: int) -> Decomposition:
-    """The model in about so many clusters."""
+def decompose(model: IndexedProblem, count: int) -> list[Cluster]:
+    """The model in about so many clusters, in forward order; their backwards come in reverse."""
     turn = turn_of(model)
-    firsts = [0, *narrow_cuts(model, turn, max(1, min(count, turn + 1)))]
+    firsts = [0, *narrow_cuts(model, turn, count)]
     whose = block_of_each_op(model, turn, firsts)
     readers: list[set[int]] = [set() for _ in model.bytes]
     for op, reads in enumerate(model.reads):
@@ -85,7 +71,7 @@ def decompose(model: IndexedProblem, count: int) -> Decomposition:
         ops = [op for op in range(turn + 1, model.n) if whose[op] == c]
         backward = range(ops[0], ops[-1] + 1) if ops else range(model.n, model.n)
         clusters.append(_cluster(model, range(start, stop), backward, local[c], makes[c]))
-    return Decomposition(model, turn, tuple(clusters))
+    return clusters
 
 
 def _cluster(
@@ -111,45 +97,6 @@ def turn_of(model: IndexedProblem) -> int:
     return turn
 
 
-# -- where to cut ----------------------------------------------------------------------------
-
-
-def _bytes_across(model: IndexedProblem, turn: int) -> npt.NDArray[np.float64]:
-    """Bytes of the values that forward ops before each op write and from it on read."""
-    last = last_reads(model, turn).items()
-    spans = ((model.writer[value] + 1, op + 1, model.bytes[value]) for value, op in last)
-    return np.array(live_bytes(spans, turn + 1), dtype=np.float64)
-
-
-def narrow_cuts(model: IndexedProblem, turn: int, count: int) -> list[int]:
-    """Cuts that the fewest bytes cross, between clusters of half to twice the average size: ours.
-
-    Of cuts that as many bytes cross, those of more even sizes are better.
-
-    ``best[k, i]`` is the least cost of the first i ops in k clusters.
-    """
-    bytes_across, n = _bytes_across(model, turn), turn + 1
-    average = n / count
-    sizes = np.arange(max(1, int(average / 2)), int(np.ceil(2 * average)) + 1)
-    uneven = (sizes / average - 1) ** 2 / (4 * count)  # altogether less than a byte
-    best = np.full((count + 1, n + 1), np.inf)
-    back = np.zeros((count + 1, n + 1), dtype=np.intp)
-    best[0, 0] = 0.0
-    for k in range(1, count + 1):
-        for i in range(int(sizes[0]), n + 1):
-            starts = i - sizes[sizes <= i]
-            cost = best[k - 1, starts] + uneven[: len(starts)] + bytes_across[starts] * (starts > 0)
-            pick = int(cost.argmin())
-            best[k, i], back[k, i] = cost[pick], starts[pick]
-    if not np.isfinite(best[count, n]):
-        return sorted({n * k // count for k in range(1, count)} - {0})
-    cuts, i = [], n
-    for k in range(count, 1, -1):
-        i = int(back[k, i])
-        cuts.append(i)
-    return cuts[::-1]
-
-
 # -- one level of the hierarchy ---------------------------------------------------------------
 
 
@@ -157,13 +104,13 @@ def narrow_cuts(model: IndexedProblem, turn: int, count: int) -> list[int]:
 class Level:
     """Clusters and the backwards of each that there are to choose from; the first is store-all."""
 
-    decomposition: Decomposition
+    clusters: Sequence[Cluster]
     options: list[list[Steps]]
     again: dict[str, Steps] = field(default_factory=dict)
     """The ops of each op of the problem when it runs again, or of a backward."""
 
     def __post_init__(self) -> None:
-        self.model, self.clusters = self.decomposition.model, self.decomposition.clusters
+        self.model = self.clusters[0].model
 
     def steps(self, budget: int, deadline: Deadline) -> Iterator[int]:
         """The ops of the best choice for a budget, in order; none where there is no choice."""
@@ -218,7 +165,7 @@ class Level:
     @cached_property
     def _crosses(self) -> list[bool]:
         """Whether each value is seen outside of one cluster's half."""
-        model, turn = self.model, self.decomposition.turn
+        model, stop = self.model, self.clusters[-1].forward.stop
         users: list[set[tuple[int, bool]]] = [set() for _ in model.bytes]
         for c, cluster in enumerate(self.clusters):
             for op in cluster.ops:
@@ -228,7 +175,7 @@ class Level:
         return [
             value not in local
             and (len(its) > 1 or model.is_output[value] or model.writer[value] == INPUT
-                 or (model.writer[value] <= turn and not model.evictable(value)))
+                 or (model.writer[value] < stop and not model.evictable(value)))
             for value, its in enumerate(users)
         ]  # fmt: skip
 
@@ -240,7 +187,7 @@ class Level:
         once = self._named(written - cluster.makes)
         yield Op(f"once {c}", (), once, 0.0, phase="forward", repeatable=False)
         name = f"run {c}"
-        again = self.again[name] = makers(model, cluster.forward, cluster.makes, cluster.own)
+        again = self.again[name] = model.makers(cluster.forward, cluster.makes, cluster.own)
         yield Op(
             name,
             self._named(reads),
@@ -256,7 +203,7 @@ class Level:
         """What an option holds, made from what enters the cluster."""
         model, cluster = self.model, self.clusters[c]
         name, saved = f"save {c} {o}", self._saved(c, o)
-        again = self.again[name] = makers(model, cluster.forward, saved, cluster.own)
+        again = self.again[name] = model.makers(cluster.forward, saved, cluster.own)
         reads = read_later(model, again)
         space = most_alive(model, again, saved | reads) - self._bytes(reads) - self._bytes(saved)
         return Op(

@@ -25,7 +25,7 @@ from fxremat.planner.local.ruin_and_repair import polish
 from fxremat.planner.local.stage_schedule import ParetoFront, StageSchedule
 from fxremat.planner.milp.moments import Refinement
 from fxremat.planner.plans import make_plan, rank
-from fxremat.planner.published.clusters import Decomposition, Level, decompose, turn_of
+from fxremat.planner.published.clusters import Cluster, Level, decompose, turn_of
 from fxremat.planner.published.known_schedule import Incumbent, without_unread
 from fxremat.planner.published.parts import (
     Part,
@@ -50,7 +50,10 @@ def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) ->
         front = ParetoFront(model)
         front.offer(StageSchedule(model, without_unread(model, call.runs)))
         call.tell(None)
-        Hierarchy(PartPlans(call.deadline)).fill(front, budget_bytes)
+        hierarchy = Hierarchy(PartPlans(call.deadline))
+        level = hierarchy.level(model)
+        if level is not None:
+            hierarchy.fill(front, level, budget_bytes, ROUNDS)
         polish(front, budget_bytes, options.seed, call.deadline)
         found = make_plan(problem, front.steps(front.choose(budget_bytes)), NAME)
         call.best = min(call.best, found, key=lambda plan: rank(plan, budget_bytes))
@@ -63,13 +66,7 @@ class Hierarchy:
 
     plans: PartPlans
 
-    def fill(self, front: ParetoFront, budget: int) -> None:
-        """Offer what the programme over clusters finds for the budget."""
-        level = self.level(front.model)
-        if level is not None:
-            self._fill(front, level, budget, ROUNDS)
-
-    def _fill(self, front: ParetoFront, level: Level, budget: int, tries: int) -> None:
+    def fill(self, front: ParetoFront, level: Level, budget: int, tries: int) -> None:
         """Offer the schedules of a level for the budget, and for what it really turns out to be.
 
         Where options are too coarse to fit, evictions may make a schedule of more bytes fit.
@@ -89,23 +86,23 @@ class Hierarchy:
 
     def level(self, model: IndexedProblem) -> Level | None:
         """The clusters of a model with their options; None where there is nothing to cut."""
-        decomposition = self._cut(model)
-        if len(decomposition.clusters) < 2:
+        clusters = self._cut(model)
+        if len(clusters) < 2:
             return None
-        return Level(decomposition, [self.options(part) for part in decomposition.clusters])
+        return Level(clusters, [self.options(part) for part in clusters])
 
-    def _cut(self, model: IndexedProblem) -> Decomposition:
-        """The decomposition with the fewest ops in distinct clusters."""
+    def _cut(self, model: IndexedProblem) -> list[Cluster]:
+        """The clusters with the fewest ops in distinct ones."""
         forward = turn_of(model) + 1
         most = max(2, min(constants.POINTS, forward // 3))
         fewest = min(most, max(2, min(constants.POINTS // 2, forward // constants.FEW_OPS)))
         cuts = [decompose(model, count) for count in range(fewest, most + 1)]
 
-        def ops(cut: Decomposition) -> int:
+        def ops(cut: list[Cluster]) -> int:
             """Forward ops to be planned, as clusters of one shape are planned once."""
-            return sum({part.shape: len(part.forward) for part in cut.clusters}.values())
+            return sum({part.shape: len(part.forward) for part in cut}.values())
 
-        return min(cuts, key=lambda cut: (ops(cut), -len(cut.clusters)))
+        return min(cuts, key=lambda cut: (ops(cut), -len(cut)))
 
     def options(self, part: Part) -> list[Steps]:
         """Store-all and the others that are worth a choice; none without a backward."""
@@ -129,7 +126,7 @@ class Hierarchy:
             if not self.plans.deadline.running():
                 break
             if level is not None:
-                self._fill(front, level, budget, 1)
+                self.fill(front, level, budget, 1)
             else:
                 rounds = Refinement.at_the_peak(front, budget, self.plans.deadline).rounds()
                 for state in islice(rounds, 3):

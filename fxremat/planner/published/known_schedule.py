@@ -107,13 +107,8 @@ def all_runs(model: IndexedProblem) -> list[list[int]]:
     An op is of use in a stage if a value of it may still be read then or later, by a first run
     or by an op that is of use itself.
     """
-    until = [-1] * model.n
-    for op in reversed(range(model.n)):
-        last = max(op, until[op]) if model.repeatable[op] else op
-        for value in model.reads[op]:
-            if model.evictable(value):
-                writer = model.writer[value]
-                until[writer] = max(until[writer], last)
+    needs, can = model.last_needs, model.evictable
+    until = [max((needs[v] for v in written if can(v)), default=-1) for written in model.writes]
     return [[op for op in range(stage) if until[op] >= stage] for stage in range(model.n)]
 
 
@@ -136,3 +131,14 @@ def with_runs(allowed: list[list[int]], runs: Iterable[ExtraRun]) -> list[list[i
     for op, stage in runs:
         more[stage].add(op)
     return [sorted(ops) for ops in more]
+
+
+def pairs_apart(model: IndexedProblem, op: int, first: bool) -> list[tuple[int, int]]:
+    """The in-place pairs of which no value is in an earlier one. A repeat writes no output anew."""
+    found, met = list[tuple[int, int]](), set[int]()
+    for read, write in model.inplace[op]:
+        if first or not model.is_output[write]:
+            if met.isdisjoint((read, write)):
+                found.append((read, write))
+            met |= {read, write}
+    return found

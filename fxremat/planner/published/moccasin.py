@@ -36,7 +36,12 @@ from fxremat.planner.deadline import Deadline
 from fxremat.planner.indexed_problem import IndexedProblem
 from fxremat.planner.local.stage_schedule import ExtraRun, StageSchedule, steps_of
 from fxremat.planner.published import moccasin_intervals
-from fxremat.planner.published.known_schedule import Incumbent, all_runs, without_unread
+from fxremat.planner.published.known_schedule import (
+    Incumbent,
+    all_runs,
+    pairs_apart,
+    without_unread,
+)
 from fxremat.planner.solvers import ProblemRefused, SolverOptions
 
 NAME = "moccasin"
@@ -47,28 +52,18 @@ BYTE_PARTS, TIME_PARTS = 1 << 24, 1 << 40
 class NotInstalled(ProblemRefused, ImportError):
     """OR-Tools is missing."""
 
-    def __str__(self) -> str:
-        return (
-            f"solver {NAME!r} needs OR-Tools. What to do: pip install 'fxremat[cpsat]', "
-            "or use another solver"
-        )
-
 
 class Failed(ProblemRefused, RuntimeError):
     """The process of CP-SAT came to a bad end."""
-
-    def __init__(self, output: str) -> None:
-        super().__init__(output)
-        self.output = output
-
-    def __str__(self) -> str:
-        return f"solver {NAME!r} failed; use another solver. CP-SAT's process said:\n{self.output}"
 
 
 def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) -> Plan:
     """The best plan found with few runs of each op."""
     if importlib.util.find_spec("ortools") is None:
-        raise NotInstalled
+        raise NotInstalled(
+            f"solver {NAME!r} needs OR-Tools. What to do: pip install 'fxremat[cpsat]', "
+            "or use another solver"
+        )
     call = Incumbent(NAME, problem, budget_bytes, options)
     model = call.model
     if budget_bytes is not None and not call.is_decided():
@@ -119,18 +114,9 @@ def _hint(call: Incumbent) -> list[list[int]] | None:
 
 
 def _shares(model: IndexedProblem, op: int, first: bool, unit: int) -> list[tuple[int, int]]:
-    """Reads that the op may write over, and how many bytes of them.
-
-    Only pairs of which no value is in an earlier pair. A repeat writes no output anew.
-    """
-    out = []
-    met: set[int] = set()
-    for read, write in model.inplace[op]:
-        if first or not model.is_output[write]:
-            if not met & {read, write}:
-                out.append((read, min(model.bytes[read], model.bytes[write]) // unit))
-            met |= {read, write}
-    return out
+    """Reads that the op may write over, and how many bytes of them."""
+    pairs = pairs_apart(model, op, first)
+    return [(read, min(model.bytes[read], model.bytes[write]) // unit) for read, write in pairs]
 
 
 def _answers(question: dict[str, Any], deadline: Deadline) -> Iterator[list[ExtraRun]]:
@@ -144,7 +130,10 @@ def _answers(question: dict[str, Any], deadline: Deadline) -> Iterator[list[Extr
         try:
             yield from _talk(process, question)
             if process.wait() != 0 and deadline.running():
-                raise Failed("" if process.stderr is None else process.stderr.read())
+                said = "" if process.stderr is None else process.stderr.read()
+                raise Failed(
+                    f"solver {NAME!r} failed; use another solver. CP-SAT's process said:\n{said}"
+                )
         finally:
             process.kill()
 

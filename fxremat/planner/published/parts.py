@@ -103,7 +103,9 @@ class Part:
             if not deadline.running():
                 return
             model = build_model(self.problem(int(pause * whole), may_rerun))
-            front = eviction_front(model, deadline)
+            front = ParetoFront(model)
+            work = min(2 * constants.WORK // 5, constants.WORK_PER_OP * model.n)
+            descend_from_store_all(front, 0, repeat(work), deadline)
             improve(front)
             for entry in reversed(front.entries):
                 steps = steps_of(model.n, entry.runs())
@@ -122,14 +124,6 @@ def _op(model: IndexedProblem, op: int, phase: Phase, repeatable: bool) -> Op:
         repeatable=repeatable,
         inplace=tuple((str(read), str(write)) for read, write in model.inplace[op]),
     )
-
-
-def eviction_front(model: IndexedProblem, deadline: Deadline) -> ParetoFront:
-    """The front that eviction paths from store-all give."""
-    front = ParetoFront(model)
-    work = min(2 * constants.WORK // 5, constants.WORK_PER_OP * model.n)
-    descend_from_store_all(front, 0, repeat(work), deadline)
-    return front
 
 
 @dataclass
@@ -166,35 +160,12 @@ def read_later(model: IndexedProblem, steps: Sequence[int]) -> frozenset[int]:
     return frozenset(live)
 
 
-def makers(
-    model: IndexedProblem, forward: range, wanted: Iterable[int], own: frozenset[int]
-) -> Steps:
-    """The forward ops that make the wanted values again, and those of their ``own`` they read."""
-    missing, found = set(wanted), list[int]()
-    for op in reversed(forward):
-        if not missing.isdisjoint(model.writes[op]):
-            found.append(op)
-            missing.update(own.intersection(model.reads[op]))
-    return tuple(reversed(found))
-
-
 def most_alive(model: IndexedProblem, steps: Sequence[int], keep: frozenset[int]) -> int:
     """Bytes at the worst step, of what the steps touch; values in ``keep`` stay to the end."""
     touched = frozenset(v for op in steps for v in (*model.reads[op], *model.writes[op]))
     back = backwards(model, steps, touched, keep)
-    used = (alive - overtaken(model, op, gone, {*model.writes[op]}) for op, alive, gone in back)
+    used = (alive - model.overtaken(op, gone, model.writes[op]) for op, alive, gone in back)
     return max(used, default=0)
-
-
-def overtaken(model: IndexedProblem, op: int, ends: Iterable[int], begins: Iterable[int]) -> int:
-    """Bytes that the op writes in place: of values that end there, over by those that begin."""
-    ends, begins, saved = {*ends}, {*begins}, 0
-    for read, write in model.inplace[op]:
-        if read in ends and write in begins:
-            ends.remove(read)
-            begins.remove(write)
-            saved += min(model.bytes[read], model.bytes[write])
-    return saved
 
 
 def backwards(

@@ -63,12 +63,6 @@ NAME = "pofo"
 class LivesOnHost(ProblemRefused, ValueError):
     """The problem has values that live in host memory; this solver sends activations only."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(
-            f"{name} lives in host memory, and the solver 'pofo' moves activations only. "
-            "Use the solver 'auto', which takes any problem."
-        )
-
 
 def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) -> Plan:
     """The fastest plan found within the budget, or that of least peak where none fits.
@@ -77,7 +71,10 @@ def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) ->
     problem that is not a chain of blocks, `LivesOnHost` for one with weights in host memory.
     """
     if problem.host:
-        raise LivesOnHost(problem.host[0])
+        raise LivesOnHost(
+            f"{problem.host[0]} lives in host memory, and the solver 'pofo' moves activations "
+            "only. Use the solver 'auto', which takes any problem."
+        )
     deadline = Deadline(options.time_limit_s)
     alone = replace(rotor.solve(problem, budget_bytes, options), solver=NAME)
     if problem.copies is None:

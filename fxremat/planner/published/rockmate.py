@@ -29,7 +29,6 @@ from fxremat.planner.published.parts import (
     Part,
     PartPlans,
     Steps,
-    makers,
     read_later,
     worth_a_choice,
 )
@@ -59,9 +58,14 @@ def block_options(chain: Chain, block: Block, plans: PartPlans) -> list[Steps]:
 
     def search() -> list[Steps]:
         held = held_options(chain, block, plans.deadline)
-        return pareto(chain, block, [*held, *path_options(chain, block, plans.deadline)])
+        paths = part.schedules(block.reach, may_rerun, plans.deadline)
+        return pareto(chain, block, [*held, *paths])
 
-    return plans.of(part_of(chain, block), search)
+    def may_rerun(op: int) -> bool:
+        return not block.local.isdisjoint(chain.model.writes[op])
+
+    part = part_of(chain, block)
+    return plans.of(part, search)
 
 
 def pareto(chain: Chain, block: Block, options: Iterable[Steps]) -> list[Steps]:
@@ -127,23 +131,11 @@ def _with_runs(chain: Chain, block: Block, held: frozenset[int]) -> Steps:
     steps: list[int] = []
     for op in block.backward:
         gone = block.local - there
-        again = makers(model, block.forward, gone.intersection(model.reads[op]), gone)
+        again = model.makers(block.forward, gone.intersection(model.reads[op]), gone)
         for maker in again:
             there.update(model.writes[maker])
         steps += (*again, op)
     return tuple(steps)
-
-
-# -- eviction paths --------------------------------------------------------------------------
-
-
-def path_options(chain: Chain, block: Block, deadline: Deadline) -> Iterator[Steps]:
-    """The backward of what evictions find for the block's own problem, with several pauses."""
-
-    def may_rerun(op: int) -> bool:
-        return not block.local.isdisjoint(chain.model.writes[op])
-
-    return part_of(chain, block).schedules(block.reach, may_rerun, deadline)
 
 
 # -- the chain -------------------------------------------------------------------------------

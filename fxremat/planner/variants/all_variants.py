@@ -14,6 +14,7 @@ from functools import cached_property
 
 from fxremat.core.problem import InvalidProblem, Op, Problem
 from fxremat.core.variants import exclude, take
+from fxremat.planner.indexed_problem import IndexedProblem, build_model
 
 
 @dataclass(frozen=True)
@@ -27,15 +28,6 @@ class Condition:
     def always(self) -> bool:
         """Whatever is taken."""
         return self.constant == 1 and not self.factors
-
-
-@dataclass(frozen=True)
-class Read:
-    """A read of a value by the first run of an op, and the condition for it."""
-
-    stage: int
-    value: str
-    condition: Condition
 
 
 @dataclass(frozen=True)
@@ -58,13 +50,8 @@ class AllVariants:
         return {op.name: stage for stage, op in enumerate(self.ops)}
 
     @cached_property
-    def writer(self) -> dict[str, int]:
-        """The stage that writes each value."""
-        return {name: stage for stage, op in enumerate(self.ops) for name in op.writes}
-
-    @cached_property
-    def reads(self) -> list[tuple[Read, ...]]:
-        """The reads of each stage; resident values are always there and left out."""
+    def reads(self) -> list[list[tuple[str, Condition]]]:
+        """What the first run of each stage reads, and the condition for it."""
         reads = [
             [(name, self._read_condition(stage, name)) for name in op.reads]
             for stage, op in enumerate(self.ops)
@@ -73,11 +60,17 @@ class AllVariants:
             for change in self.problem.variants[index].changes:
                 added = ((name, Condition(0, ((index, 1),))) for name in change.adds)
                 reads[self.stage_of[change.op]].extend(added)
-        resident = set(self.problem.resident)
-        return [
-            tuple(Read(stage, name, when) for name, when in each if name not in resident)
-            for stage, each in enumerate(reads)
-        ]
+        return reads
+
+    @cached_property
+    def model(self) -> IndexedProblem:
+        """Ops and values by index, as if every op read all that it may and all were taken."""
+        ops = tuple(
+            replace(op, reads=tuple(name for name, _ in reads))
+            for op, reads in zip(self.ops, self.reads, strict=True)
+        )
+        outputs = tuple(self.output_conditions)
+        return build_model(replace(self.problem, ops=ops, outputs=outputs, variants=()))
 
     def run_condition(self, stage: int) -> Condition:
         """The condition for an op to run at all."""

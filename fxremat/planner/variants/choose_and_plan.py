@@ -204,7 +204,7 @@ class _VariantSearch:
         target, best, in_vain, found = budget, self._best(), 0, False
         for number in range(ROUNDS):
             choice = ChoiceMilp(combined, sorted(points), target)
-            too_large = number > 1 and choice.size > 3 * constants.MANY_COLUMNS // 2
+            too_large = number > 1 and len(choice.milp.cost) > 3 * constants.MANY_COLUMNS // 2
             if too_large or not self.deadline.running():
                 break
             solution = choice.solve(self.deadline)
