@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fxremat.compat.configuration import cache_directory, caches_disabled
+from fxremat.compat.joint_graph import REPEATABLE
 from fxremat.compile import session
 from fxremat.compile.ranks import graph_digest
 from fxremat.compile.search.search import Search, SearchResult, decision_of
@@ -92,8 +93,9 @@ def _made_again(search: Search, decision: Any) -> SearchResult | None:
 
 
 def _question(search: Search) -> Question:
-    """The graph, and all that is asked for but the bytes that it may take."""
+    """The graph, whose kernels may run again, and what is asked for but the bytes it may take."""
     request = search.planning.request
     asked = request.with_budget(limit=0, held=0, coming=0, optimizer_step=0)
-    graph = graph_digest(search.graphs.prepared.module)
-    return {"least of": session.digest("least", graph, astuple(asked))}
+    module = search.graphs.prepared.module
+    again = [node.name for node in module.graph.nodes if node.meta.get(REPEATABLE)]
+    return {"least of": session.digest("least", graph_digest(module), again, astuple(asked))}
