@@ -19,7 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks import arena, offload, published
 from benchmarks import variants_convergence as convergence
 from benchmarks.architectures import __main__ as matrix
-from benchmarks.architectures.cases import checkpoint_blocks, repeated_blocks
+from benchmarks.architectures import measuring
+from benchmarks.architectures.cases import Case, backward, checkpoint_blocks, repeated_blocks
 from benchmarks.architectures.measuring import measured as measured_row
 from benchmarks.architectures.models import ARCHITECTURES
 from benchmarks.architectures.rows import Row as MatrixRow
@@ -436,3 +437,20 @@ def test_a_selective_checkpoint_multiplies_no_matrices_again() -> None:
     for plain, *others in zip(*gradients, strict=True):
         for other in others:
             torch.testing.assert_close(plain, other)
+
+
+def test_gradients_are_compared_in_float64_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where rounding flips ReLUs; the model and its batch are made anew in that type."""
+    made: list[torch.dtype] = []
+
+    def small() -> Case:
+        model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 1))
+        made.append(model[0].weight.dtype)
+        batch = torch.randn(8, 16)
+        return Case((model,), lambda call: backward(call(batch).square().mean()), (batch,))
+
+    monkeypatch.setitem(ARCHITECTURES, "small", small)
+    monkeypatch.setattr(measuring, "MEASURED", 1)
+    assert measuring._apart_in_float64("small", 2**26) < 1e-12
+    assert made == [torch.float64] * 2
+    assert torch.get_default_dtype() == torch.float32

@@ -35,6 +35,9 @@ from fxremat.compat.inductor.lowered_ahead import forget_lowered, hand_over
 from fxremat.compat.joint_graph import torch_partition
 from tests.compat_graphs import half, inductor_by
 from tests.graphs import batch
+from tests.test_compat_tensors import GENERATED
+
+# --- kernels ahead ------------------------------------------------------------------------
 
 
 @dataclass
@@ -100,32 +103,9 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return sources
 
 
-GENERATED = """
-import torch
-from torch._inductor.async_compile import AsyncCompile
-from torch._inductor.select_algorithm import extern_kernels
-empty_strided_cpu = torch._C._dynamo.guards._empty_strided_cpu
-reinterpret_tensor = torch._C._dynamo.guards._reinterpret_tensor
-async_compile = AsyncCompile()
-loop = async_compile.cpp_pybinding(['float*'], 'this is no C++')
-triton_loop = async_compile.triton('triton_loop', 'nor this')
-async_compile.wait(globals())
-class Runner:
-    def call(self, args):
-        x, = args
-        args.clear()
-        buf0 = empty_strided_cpu((4, 8), (8, 1), torch.float32)
-        extern_kernels.mm(reinterpret_tensor(x, (4, 2), (2, 1), 0), factor, out=buf0)
-        loop(buf0)
-        triton_loop.run(buf0, 32, stream=0)
-        return (buf0, )
-call = Runner().call
-"""
-
-
 def test_begin_kernels(begun: list[str]) -> None:
     """All of them, and nothing else of the code runs."""
-    begin_kernels(Generated(GENERATED, {}, {}, ()))
+    begin_kernels(Generated("import torch\n" + GENERATED, {}, {}, ()))
     assert begun == ["this is no C++", "nor this"]
 
 
