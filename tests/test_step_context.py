@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import fxremat
-from fxremat.core.step import Gathered, Interface, Step, Version
+from fxremat.core.step import Gathered, Interface, Step, Version, in_order, last_first
 from fxremat.memory.arena import Arena
 from fxremat.options import Options
 from fxremat.step import context, scope
@@ -82,6 +82,17 @@ def test_what_lies_around_is_not_kept_alive() -> None:
     del model
     gc.collect()
     assert all(tensor() is None for tensor in found.others)
+
+
+@pytest.mark.parametrize(("incoming", "held"), [(4, 4), (50, 0)])
+def test_the_gradient_of_a_loss_stays_until_all_have_gone_backward(
+    incoming: int, held: int
+) -> None:
+    """Whoever calls backward holds it; another gradient is the graph's alone."""
+    block, last = Interface(100, 100, 50, 50, 10), Interface(50, 50, incoming, incoming, 0)
+    points = in_order([block, last], [0, 1], last_first(2), 1000)
+    backward = [one.outside_bytes for one in points if one.phase == "backward"]
+    assert backward == [1000 + incoming, 1000 + held + 50]
 
 
 def part_of(given: int) -> Part:
