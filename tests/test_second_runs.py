@@ -145,7 +145,7 @@ def test_kernels_of_others_need_no_more_than_those_of_torch(
     least = least_of(theirs, batch)
     assert least <= least_of(own, batch)
     with monkeypatch.context() as patch:
-        patch.setattr(second_runs, "_several_ranks", lambda: True)
+        patch.setattr(second_runs, "is_a_rank", lambda: True)
         assert least < 0.8 * least_of(theirs, batch)  # if each of them runs once
     function = compiled(theirs, least)
     function(*batch).backward()
@@ -181,7 +181,7 @@ def least(**options: Any) -> int:
 def test_the_least_is_lower_where_they_may_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where it is not seen that they give the same, as among ranks, the user may say so."""
     seen = least()
-    monkeypatch.setattr(second_runs, "_several_ranks", lambda: True)
+    monkeypatch.setattr(second_runs, "is_a_rank", lambda: True)
     assert least(repeatable=[NAME]) == seen < 0.9 * least()
 
 

@@ -274,7 +274,7 @@ CASES = (
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.of}: {case.spoil.__name__}")
 def test_sabotage_is_refused_by_name(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(second_runs, "_several_ranks", lambda: True)  # custom ops are not tried
+    monkeypatch.setattr(second_runs, "is_a_rank", lambda: True)  # custom ops are not tried
     draft = draft_of(case.model, case.fused)
     with pytest.raises(VerificationFailed, match=f"pass {case.of}: "):
         prepare_wrongly(draft, case.of, case.spoil, fused=case.fused, accumulate=case.accumulate)

@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 from fxremat.compat.configuration import OpOverload
 from fxremat.compat.joint_graph import REPEATABLE, is_pure_attention
 from fxremat.compat.measuring import memory_filled, random_state_kept, random_states
+from fxremat.compat.ranks import is_a_rank
 from fxremat.compat.tensors import outside_fake_mode
 from fxremat.cost.call_times import call_key, has_room, made_real, operands
 
@@ -50,7 +51,7 @@ def mark_functions(graph: fx.Graph, device: torch.device, *, here: bool) -> None
         if is_pure_attention(node):
             node.meta[REPEATABLE] = True
         elif REPEATABLE not in node.meta and _declares_a_function(node):
-            same = _gives_the_same(node, device) if here and not _several_ranks() else None
+            same = _gives_the_same(node, device) if here and not is_a_rank() else None
             if same:
                 node.meta[REPEATABLE] = True
             elif same is None:
@@ -70,12 +71,6 @@ def _declares_a_function(node: fx.Node) -> bool:
         and any(isinstance(one, torch.Tensor) for one in given)
         and all(isinstance(one, _PLAIN + _CONSTANTS) for one in given)
     )
-
-
-def _several_ranks() -> bool:
-    distributed = torch.distributed
-    running = distributed.is_available() and distributed.is_initialized()
-    return running and distributed.get_world_size() > 1
 
 
 def _gives_the_same(node: fx.Node, device: torch.device) -> bool | None:
