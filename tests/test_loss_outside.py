@@ -50,8 +50,27 @@ def words() -> Case:
     return Case(F.cross_entropy, torch.randint(WORDS, (ROWS,)))
 
 
-@pytest.mark.parametrize("make", [regression, words])
-def test_the_least_that_is_named_is_kept_from_the_first_step_on(make: Callable[[], Case]) -> None:
+def squares() -> Case:
+    return Case(lambda result, target: (result - target).square().mean(), torch.randn(ROWS, WORDS))
+
+
+def in_half_precision() -> Case:
+    """Losses are computed in single precision."""
+    case = Case(lambda result, target: (result - target).float().square().mean(), torch.empty(0))
+    case.model.bfloat16()
+    case.x, case.target = case.x.bfloat16(), torch.randn(ROWS, WORDS, dtype=torch.bfloat16)
+    case.given = (case.x, case.target)
+    return case
+
+
+@pytest.mark.parametrize(
+    ("make", "part"),
+    [(regression, 0.99), (words, 0.75), (squares, 0.99), (in_half_precision, 0.99)],
+)
+def test_the_least_that_is_named_is_kept_from_the_first_step_on(
+    make: Callable[[], Case], part: float
+) -> None:
+    """What is expected is the most that losses take: a cross entropy takes less of it."""
     case = make()
     budget = least(case.model, (case.x,), **QUICK)
     case.compile(budget)
@@ -59,7 +78,7 @@ def test_the_least_that_is_named_is_kept_from_the_first_step_on(make: Callable[[
         peaks = [case.peak_bytes() for _ in range(4)]
     assert said == []
     assert max(peaks[1:]) <= budget  # Dynamo and AOTAutograd allocate in the first
-    assert max(peaks) > budget * 8 // 10
+    assert max(peaks) > budget * part
 
 
 def test_a_budget_that_leaves_no_room_for_a_loss_is_met_where_the_graph_fits() -> None:

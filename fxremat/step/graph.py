@@ -150,10 +150,15 @@ class Graph:
 
     @property
     def expected_of_loss(self) -> int:
-        """Bytes of the largest result, where a loss outside takes it that nobody has seen yet."""
+        """Bytes of the largest result, where a loss outside takes it that nobody has seen yet.
+
+        Those in half precision are taken in single: losses are computed so, under autocast too.
+        """
         if self.gives_loss or not self.needs_gradients or is_a_rank():
             return 0
-        return max(map(nbytes, trained_results(self.kept)), default=0)
+        single = torch.float32.itemsize
+        results = ((nbytes(x), x.dtype.itemsize) for x in trained_results(self.kept))
+        return max((size * max(single, item) // item for size, item in results), default=0)
 
     def check_inference(self, request: Request) -> None:
         """Raise `InfeasibleBudget` where it needs no gradients, and takes more than is left."""

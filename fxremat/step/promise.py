@@ -17,6 +17,8 @@ from fxremat.errors import InfeasibleBudget, forget_frames
 
 LOSS_BYTES = 2 * torch.float32.itemsize
 """A loss and its gradient: whoever calls ``backward`` holds these two numbers until it returns."""
+SQUARE = 4
+"""How many values torch holds for the gradient of x² beside x: that of x², x¹, 2x and itself."""
 
 T = TypeVar("T")
 Compiled = Callable[..., Any]
@@ -119,8 +121,8 @@ class Observed:
     Fewer than were ``counted`` are known again only where as many are counted again.
 
     Until a step was seen, a loss is ``expected`` that is computed from results of so many bytes: it
-    holds a target as large as they are, itself, and its gradient; while all runs wait, also what it
-    saves and a gradient of that, as a cross entropy does. It is 0 where no loss is outside.
+    holds a target as large as they are, itself, and its gradient; while all runs wait, also four
+    times as much, as the gradient of a square takes it. It is 0 where no loss is outside.
     """
 
     signature: str = ""
@@ -144,7 +146,7 @@ class Observed:
     def recall(self, counted: int) -> None:
         """Know what an earlier run has noted under this budget, where so many are counted."""
         self.counted = counted
-        self.between, self.held = 2 * self.expected, self.held_by_loss
+        self.between, self.held = SQUARE * self.expected, self.held_by_loss
         known = _answers().read(self._question()) if self._is_kept else None
         if isinstance(known, list) and [*map(type, known)] == [int] * 3:
             between, held, counted = known
@@ -179,7 +181,7 @@ class Observed:
     def forget_expected(self) -> int:
         """Expect no loss any more; how many bytes it was taken to hold at all times."""
         held = self.held_by_loss
-        self.between, self.held = self.between - 2 * self.expected, self.held - held
+        self.between, self.held = self.between - SQUARE * self.expected, self.held - held
         self.expected = 0
         return held
 
