@@ -319,3 +319,25 @@ def test_counted_versions_in_a_step_that_was_looked_at(caplog: pytest.LogCapture
         runs = in_step(planned, asked, 3, seen).compiled_for(3)
     assert reserved_bytes(seen, runs) == runs.peak_bytes + asked.budget.held
     assert "reserved, of 1.00 GiB" in caplog.text
+
+
+def test_what_a_refused_version_is_guessed_to_take_is_not_named() -> None:
+    """Its search names 30 bytes, its dry run counts 32: the latter is the least."""
+    asked = list[Offer]()
+
+    def plan(offer: Offer, limit_bytes: int) -> Any:
+        asked.append(offer)
+        if len(asked) == 1:
+            raise fxremat.InfeasibleBudget(limit_bytes, limit_bytes + 10)
+        return SimpleNamespace(as_part=Version(1.0, 10, 12, 32), events=None)
+
+    step = StepDescription(
+        (StepPoint(0, (), 0, "forward"), StepPoint(0, (), 0, "backward")),
+        (0,),
+        (0,),
+        [Part(Interface(0, 0, 0, 0, 0), (Offer(Version(1.0, 5, 6, 20), 20, 0),))],
+        planners={0: plan},
+    )
+    least = step.least(Budget(8), lambda chosen: None)
+    assert len(asked) == 2
+    assert least.budget_bytes == 32

@@ -147,11 +147,13 @@ class StepDescription:
         versions = (tuple(offer.version for offer in part.offers) for part in self.parts)
         return Step(self.points, self.part_of, tuple(versions))
 
-    def make_exact(self, chosen: Sequence[int], limit_bytes: int) -> None:
+    def make_exact(self, chosen: Sequence[int], limit_bytes: int) -> bool:
         """Have versions offered with what they really take, where their graph is at hand.
 
-        ``chosen`` is the version of each run; each is planned under so many bytes.
+        ``chosen`` is the version of each run; each is planned under so many bytes. Whether none was
+        refused: what one that is refused takes is only guessed then.
         """
+        planned = True
         for part, version in sorted({(part, chosen[k]) for k, part in enumerate(self.part_of)}):
             if part == 1 and self.followers_given is not None:
                 part = 0  # those blocks take versions of this part
@@ -162,8 +164,10 @@ class StepDescription:
                 offers[version] = offers[version].as_counted(plan(offers[version], limit_bytes))
             except InfeasibleBudget as refused:
                 offers[version] = offers[version].raised(refused)
+                planned = False
                 forget_frames(refused)
             self.offer(part, offers)
+        return planned
 
     def least(self, budget: Budget, reserved: Reserves) -> LeastVersions:
         """The versions that need the least budget, of those that are counted in a dry run.
@@ -191,16 +195,16 @@ class StepDescription:
 
     def _needed(self, choose: Way, budget: Budget, reserved: Reserves) -> LeastVersions:
         """What one way to choose needs."""
-        tried = list[tuple[int, planner.Chosen]]()
+        tried = list[tuple[bool, int, planner.Chosen]]()
         for _ in range(DRY_RUNS):
             chosen = choose(self.step())
             planned = self.step().peak_bytes(chosen)
-            self.make_exact(chosen, budget.least_for(planned))
+            guessed = not self.make_exact(chosen, budget.least_for(planned))
             counted = self.step().peak_bytes(chosen)
-            tried.append((max(planned, counted), chosen))
+            tried.append((guessed, max(planned, counted), chosen))
             if counted <= planned:
                 break
-        least, chosen = min(tried)
+        _, least, chosen = min(tried)
         taken = reserved(chosen)
         if taken is None:
             return LeastVersions(chosen, budget.least_for(least))
