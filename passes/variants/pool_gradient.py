@@ -15,8 +15,8 @@ section 4.2, keeps offsets in place of indices).
 The terms are added in the order in which they were scattered, so the result is the same bit by bit.
 Where windows overlap, the comparisons have to be few enough for Inductor to do them in one loop.
 
-torch 2.11 leaves the gradient as one op, which is given the input too, for its sizes alone: there
-the input need not be kept for it any more.
+torch leaves the gradient as one op in three dimensions, and in 2.11 in two. It is given the input
+too, for its sizes alone: there the input need not be kept for it any more.
 """
 
 from __future__ import annotations
@@ -40,9 +40,15 @@ from fxremat.passes.variants.saved_values import as_dtype, counting
 _ATEN, _PRIMS = torch.ops.aten, torch.ops.prims
 
 
+_BACKWARDS = (
+    _ATEN.max_pool2d_with_indices_backward.default,
+    _ATEN.max_pool3d_with_indices_backward.default,
+)
+
+
 @dataclass(frozen=True)
 class _Axis:
-    """One of the two axes: sizes of input and result, and the windows."""
+    """One of the axes: sizes of input and result, and the windows."""
 
     size: int
     results: int
@@ -69,7 +75,7 @@ class _Pool:
     result: fx.Node
     offsets: fx.Node
     gradients: fx.Node
-    axes: tuple[_Axis, _Axis]
+    axes: tuple[_Axis, ...]
 
     def insert(self, graph: fx.Graph, copies: Mapping[fx.Node, fx.Node]) -> StandIns:
         old = copies[self.result]
@@ -85,19 +91,29 @@ class _Pool:
         """What each window that an element may lie in adds to its gradient."""
         device, dtype = fake(offsets).device, fake(gradients).dtype
         scattered = call(_ATEN.view.default, gradients, list(fake(offsets).shape))
-        down, across = (_windows(call, axis, offsets) for axis in self.axes)
-        rows = [[part and call(_ATEN.unsqueeze.default, part, 1) for part in row] for row in down]
-        columns = list(across)
-        for (row, below, is_row), (column, beside, is_column) in product(rows, columns):
-            at = [None, None, row, column]
-            own = call(_ATEN.mul.Tensor, below, self.axes[1].kernel)
-            own = call(_ATEN.add.Tensor, own, beside)
+        inner = self.axes[1:]
+        places = list[list[list[fx.Node | None]]]()
+        for after, axis in zip(reversed(range(len(self.axes))), self.axes, strict=True):
+            windows, lift = _windows(call, axis, offsets), partial(_before, call, after)
+            places.append([[part and lift(part) for part in each] for each in windows])
+        for windows_of in product(*places):
+            at = [None, None, *(place for place, _, _ in windows_of)]
+            own = windows_of[0][1]
+            for axis, (_, offset, _) in zip(inner, windows_of[1:], strict=True):
+                own = call(_ATEN.add.Tensor, call(_ATEN.mul.Tensor, own, axis.kernel), offset)
             given = as_dtype(call, call(_ATEN.index.Tensor, offsets, at), torch.int64)
-            tests = call(_ATEN.eq.Tensor, given, own), is_row, is_column
+            tests = call(_ATEN.eq.Tensor, given, own), *(real for _, _, real in windows_of)
             mine = reduce(partial(call, _ATEN.logical_and.default), filter(None, tests))
             found = call(_ATEN.index.Tensor, scattered, at)
             zero = call(_ATEN.full.default, [], 0, dtype=dtype, device=device)
             yield call(_ATEN.where.self, mine, found, zero)
+
+
+def _before(call: Add, axes: int, part: fx.Node) -> fx.Node:
+    """A vector along an axis that so many others follow."""
+    for _ in range(axes):
+        part = call(_ATEN.unsqueeze.default, part, fake(part).dim())
+    return part
 
 
 def _windows(call: Add, axis: _Axis, like: fx.Node) -> Iterator[list[fx.Node | None]]:
@@ -132,7 +148,7 @@ def _scattered(node: fx.Node) -> tuple[Any, Any] | None:
         zeros, axis, index, gradients = args
         made = isinstance(zeros, fx.Node) and zeros.target is _ATEN.full.default
         return (index, gradients) if made and zeros.args[1] == 0 and axis == 1 else None
-    if node.target is _ATEN.max_pool2d_with_indices_backward.default:
+    if node.target in _BACKWARDS:
         gradients, index = args[0], args[-1]
         plain = all(fake(each).is_contiguous() for each in (node, gradients))
         return (index, gradients) if plain else None
@@ -149,17 +165,18 @@ def _read(node: fx.Node) -> _Pool | None:
         return None
     offsets, *rest = indices.args
     numbers: list[Any] = [each if isinstance(each, Sequence) else () for each in rest]
-    known = all(len(each) == 2 and all(type(n) is int for n in each) for each in numbers)
-    if not known or not isinstance(offsets, fx.Node):
+    shape = shape_of(offsets) if isinstance(offsets, fx.Node) else None
+    axes = 0 if shape is None else len(shape) - 2
+    known = all(len(each) == axes and all(type(n) is int for n in each) for each in numbers)
+    if not isinstance(offsets, fx.Node) or shape is None or not known:
         return None
     kernel, size, stride, padding, dilation = numbers
-    shape = shape_of(offsets)
-    if any(step != 1 for step in dilation) or shape is None or len(shape) != 4:
+    if any(step != 1 for step in dilation):
         return None
-    down, across = map(_Axis, size, shape[2:], kernel, stride, padding)
-    if 2 * down.windows * across.windows > MOST_INLINED_OPS:
+    found = tuple(map(_Axis, size, shape[2:], kernel, stride, padding))
+    if 2 * prod(axis.windows for axis in found) > MOST_INLINED_OPS:
         return None
-    return _Pool(_narrowed(node), offsets, gradients, (down, across))
+    return _Pool(_narrowed(node), offsets, gradients, found)
 
 
 def _narrowed(node: fx.Node) -> fx.Node:
