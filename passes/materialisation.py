@@ -56,7 +56,8 @@ _PRIMS = torch.ops.prims
 # Overload packets that Inductor lowers into loops although torch gives them no tag.
 FUSABLE = frozenset(
     {
-        _ATEN.embedding, _ATEN.index, _ATEN.gather, _ATEN.full, _ATEN.full_like, _ATEN.arange,
+        _ATEN.embedding, _ATEN.index, _ATEN._unsafe_index, _ATEN.gather, _ATEN.full,
+        _ATEN.full_like, _ATEN.arange,
         _ATEN.scalar_tensor, _ATEN.slice_scatter, _ATEN.select_scatter, _ATEN.constant_pad_nd,
         _ATEN.where, _ATEN.avg_pool2d, _ATEN.avg_pool2d_backward, _ATEN.upsample_nearest2d,
         _ATEN.upsample_nearest2d_backward, _ATEN.upsample_bilinear2d, _ATEN.repeat, _ATEN.flip,
@@ -84,6 +85,8 @@ SCATTERING = frozenset(
         _ATEN.scatter, _ATEN.scatter_add, _ATEN.scatter_reduce,
     }
 )  # fmt: skip
+# Of these, loops that compute what they put: others are not always made into loops.
+PUTTING = frozenset({_ATEN.index_put, _ATEN._unsafe_index_put})
 MOST_INLINED_OPS = 30
 """If several loops read a result, Inductor writes it where it takes more ops than about so many."""
 REDUCTIONS = frozenset({_PRIMS._low_memory_max_pool_with_offsets, _ATEN.avg_pool2d})
@@ -120,6 +123,16 @@ def is_fusable(node: fx.Node) -> bool:
 def is_scattering(node: fx.Node) -> bool:
     """Whether the node puts values into its first operand, as far as anybody can see a copy."""
     return packet_of(node) in SCATTERING
+
+
+def _is_put_by(user: fx.Node, node: fx.Node) -> bool:
+    """Whether ``user`` puts what is in ``node`` at indices, in a loop that computes it."""
+    if packet_of(user) not in PUTTING or torch.are_deterministic_algorithms_enabled():
+        return False
+    place, indices, _ = user.args[:3]
+    masks = any(each.meta["val"].dtype is torch.bool for each in indices if each is not None)
+    floats = user.meta["val"].dtype.is_floating_point
+    return floats and not masks and root(place) is not node
 
 
 def is_scalar(node: fx.Node) -> bool:
@@ -256,6 +269,8 @@ def _is_written(
         if role is Role.FORWARD and joint.role[user] is not Role.FORWARD:
             if _narrower_than_inputs(node):
                 return True
+            continue
+        if _is_put_by(user, node):
             continue
         if not is_fusable(user) or packet_of(user) in NEEDS_REALIZED_INPUTS:
             return True

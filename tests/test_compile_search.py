@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -97,6 +98,16 @@ def test_a_least_that_is_known_is_obeyed_by_a_search_that_misses_it(
     assert refused(model, x, f"{least - 1}B", **EAGER).minimum_bytes == least
     found = fxremat.explain(model, x, memory_budget=f"{least}B", options=EAGER)
     assert found.predicted_peak_bytes <= least
+
+
+@pytest.mark.parametrize(("planned", "least"), [(50, 40), (70, 60)])
+def test_torchs_own_partition_is_tried_before_a_refusal(planned: int, least: int) -> None:
+    """Where it may be below the 60 bytes that were found; it takes 40 where 50 are planned."""
+    own = SimpleNamespace(plan=SimpleNamespace(peak_bytes=planned))
+    evaluator = SimpleNamespace(evaluate=lambda _: SimpleNamespace(peak_bytes=planned - 10))
+    search: Any = SimpleNamespace(_torch=lambda donated: own, evaluator=evaluator)
+    found: Any = SimpleNamespace(peak_bytes=60)
+    assert Search._not_above_torch(search, found).peak_bytes == least
 
 
 def test_the_number_that_an_error_names_is_obeyed_without_a_search(

@@ -15,7 +15,7 @@ from fxremat.core.check import check
 from fxremat.core.problem import problem_from_json, problem_to_json, validate
 from fxremat.core.timeline import replay
 from fxremat.passes import inplace
-from fxremat.passes.joint_graph import Role, is_repeatable, is_view, root
+from fxremat.passes.joint_graph import Role, is_repeatable, is_tensor, is_view, root
 from fxremat.passes.materialisation import (
     Materialisation,
     is_fusable,
@@ -385,3 +385,15 @@ def test_rows_share_a_loop_with_what_follows() -> None:
     """In a layer norm sums are of rows: nothing is written between them and what reads them."""
     assert reused(linear(), nn.LayerNorm(8), nn.SiLU(), linear(), x=batch(4, 8)) == set()
     assert reused(linear(), nn.SiLU(), nn.Softmax(1), linear(), x=batch(4, 8)) == set()
+
+
+@pytest.mark.parametrize(("mode", "axes"), [("trilinear", 3), ("bicubic", 2)])
+def test_neighbours_are_read_and_added_to_in_one_loop(mode: str, axes: int) -> None:
+    """Interpolation reads 8 or 16 of them: its result is stored, and what its gradient is of."""
+    conv: Any = nn.Conv3d if axes == 3 else nn.Conv2d
+    first, last = conv(2, 4, 3, padding=1), conv(4, 2, 3, padding=1)
+    model = nn.Sequential(first, nn.Upsample(scale_factor=2, mode=mode), last)
+    seen = capture(model, [batch(1, 2, *[4] * axes)], fused=True)
+    stored = [n for n in rule(seen).written if is_tensor(n)]
+    large = [n for n in stored if n.meta["val"].numel() >= 4 * 8**axes]
+    assert len(large) == 2

@@ -83,9 +83,14 @@ class _Pool:
             call = adder(graph, old)
             terms = self.terms(call, copies[self.offsets], copies[self.gradients])
             total = as_dtype(call, reduce(partial(call, _ATEN.add.Tensor), terms), fake(old).dtype)
-            if prod(axis.windows for axis in self.axes) > 1:
+            if self.windows > 1:
                 total.meta[STORED] = True  # every loop that reads it would compare again
             return {old: call(_ATEN.view.default, total, list(fake(old).shape))}
+
+    @property
+    def windows(self) -> int:
+        """The number of windows in which an element lies, at most."""
+        return prod(axis.windows for axis in self.axes)
 
     def terms(self, call: Add, offsets: fx.Node, gradients: fx.Node) -> Iterator[fx.Node]:
         """What each window that an element may lie in adds to its gradient."""
@@ -173,10 +178,9 @@ def _read(node: fx.Node) -> _Pool | None:
     kernel, size, stride, padding, dilation = numbers
     if any(step != 1 for step in dilation):
         return None
-    found = tuple(map(_Axis, size, shape[2:], kernel, stride, padding))
-    if 2 * prod(axis.windows for axis in found) > MOST_INLINED_OPS:
-        return None
-    return _Pool(_narrowed(node), offsets, gradients, found)
+    axes_of = tuple(map(_Axis, size, shape[2:], kernel, stride, padding))
+    pool = _Pool(_narrowed(node), offsets, gradients, axes_of)
+    return pool if 2 * pool.windows <= MOST_INLINED_OPS else None
 
 
 def _narrowed(node: fx.Node) -> fx.Node:

@@ -113,6 +113,8 @@ class Search:
                 break
         near = self.under if is_part else []
         best = min([*self.lowest, *near], key=lambda one: one.peak_bytes)
+        if best.peak_bytes > budget:
+            best = self._not_above_torch(best)
         return self._found(best, over=best.peak_bytes > budget)
 
     def taken(self, decision: Mapping[str, Any]) -> SearchResult:
@@ -166,6 +168,16 @@ class Search:
             return best
         evaluation = self.evaluator.evaluate(own)
         return evaluation if evaluation.peak_bytes <= aim else best
+
+    def _not_above_torch(self, least: Evaluation) -> Evaluation:
+        """Torch's own partition, where code takes so much more than plans say that it takes less.
+
+        By its plan it was out of reach, so that it was not tried (`_torch_alone`).
+        """
+        own = self._torch(donated=True)
+        if own is None or own.plan.peak_bytes >= least.peak_bytes:
+            return least
+        return min(least, self.evaluator.evaluate(own), key=lambda one: one.peak_bytes)
 
     def _torch(self, *, donated: bool) -> Candidate | None:
         """Torch's own partition; None where it does not do what the graph does.
