@@ -129,7 +129,8 @@ def _is_put_by(user: fx.Node, node: fx.Node) -> bool:
     """Whether ``user`` puts what is in ``node`` at indices, in a loop that computes it."""
     if packet_of(user) not in PUTTING or torch.are_deterministic_algorithms_enabled():
         return False
-    place, indices, _ = user.args[:3]
+    args: tuple[Any, ...] = user.args
+    place, indices = args[:2]
     masks = any(each.meta["val"].dtype is torch.bool for each in indices if each is not None)
     floats = user.meta["val"].dtype.is_floating_point
     return floats and not masks and root(place) is not node
