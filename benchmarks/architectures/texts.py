@@ -37,13 +37,13 @@ def _hf() -> Any:
     return transformers
 
 
-def decoder(name: str, *, autocast: bool = False, **more: Any) -> Case:
+def decoder(name: str, *, length: int = LENGTH, **more: Any) -> Case:
     """A causal language model by its family's name."""
     hf = _hf()
     config = getattr(hf, f"{name}Config")(**{**DECODER, **more})
     kind = getattr(hf, f"{name}ForCausalLM", None) or getattr(hf, f"{name}LMHeadModel")
-    words = tokens()
-    return from_hub(kind(config), autocast=autocast, input_ids=words, labels=words)
+    words = tokens(length)
+    return from_hub(kind(config), input_ids=words, labels=words)
 
 
 def gated(name: str, **more: Any) -> Case:
@@ -120,8 +120,8 @@ def qwen3_moe() -> Case:
 
 
 def mamba() -> Case:
-    """Mamba: a scan written in plain torch."""
-    return decoder("Mamba", num_hidden_layers=2, state_size=8, use_mambapy=False)
+    """Mamba: a scan written in plain torch, which Dynamo unrolls: texts are short."""
+    return decoder("Mamba", length=24, num_hidden_layers=2, state_size=8, use_mambapy=False)
 
 
 def mamba2() -> Case:
