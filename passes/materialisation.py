@@ -131,9 +131,9 @@ def _is_put_by(user: fx.Node, node: fx.Node) -> bool:
         return False
     args: tuple[Any, ...] = user.args
     place, indices = args[:2]
-    masks = any(each.meta["val"].dtype is torch.bool for each in indices if each is not None)
+    kinds = {each.meta["val"].dtype for each in indices if each is not None}
     floats = user.meta["val"].dtype.is_floating_point
-    return floats and not masks and root(place) is not node
+    return floats and not kinds & {torch.bool, torch.uint8} and root(place) is not node
 
 
 def is_scalar(node: fx.Node) -> bool:

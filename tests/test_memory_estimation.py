@@ -18,6 +18,7 @@ from fxremat.passes import inplace
 from fxremat.passes.joint_graph import Role, is_repeatable, is_tensor, is_view, root
 from fxremat.passes.materialisation import (
     Materialisation,
+    _is_put_by,
     is_fusable,
     is_reduction,
     materialise,
@@ -397,3 +398,28 @@ def test_neighbours_are_read_and_added_to_in_one_loop(mode: str, axes: int) -> N
     stored = [n for n in rule(seen).written if is_tensor(n)]
     large = [n for n in stored if n.meta["val"].numel() >= 4 * 8**axes]
     assert len(large) == 2
+
+
+@pytest.mark.parametrize(
+    ("index", "values", "inlined"),
+    [
+        (torch.zeros(3, dtype=torch.int64), torch.ones(3, 4), True),
+        (torch.ones(3, dtype=torch.bool), torch.ones(3, 4), False),
+        (torch.zeros(3, dtype=torch.int64), torch.ones(3, 4, dtype=torch.int64), False),
+    ],
+    ids=["rows", "a mask", "integers"],
+)
+def test_what_is_put_at_indices_is_computed_there_where_inductor_makes_a_loop(
+    index: torch.Tensor, values: torch.Tensor, inlined: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph = fx.Graph()
+    made = [graph.placeholder(name) for name in ("place", "index", "values")]
+    for node, value in zip(made, (torch.ones_like(values), index, values), strict=True):
+        node.meta["val"] = value
+    place, at, given = made
+    put = graph.call_function(ATEN.index_put.default, (place, [at], given, True))
+    put.meta["val"] = values
+    assert _is_put_by(put, given) is inlined
+    assert not _is_put_by(put, place)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert not _is_put_by(put, given)
