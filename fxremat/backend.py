@@ -45,6 +45,7 @@ from fxremat.memory.enforced import NOT_CAPPED, enforced, explained
 from fxremat.memory.storages import storages_of
 from fxremat.options import disabled, parse_options
 from fxremat.report.report import peak_table
+from fxremat.runtime.grouped_products import trace_experts
 from fxremat.sizes import format_bytes
 from fxremat.step import scope as scopes
 from fxremat.step.context import (
@@ -85,6 +86,7 @@ def fxremat(
         planned, report = plan_only(gm, example_inputs, options or {})
         session.STATE.reports += [] if report is None else [report]
         return planned
+    trace_experts()
     device = device_of_inputs(example_inputs)
     total = total_bytes(device)
     parsed = parse_options(options, device_total_bytes=total)

@@ -146,7 +146,7 @@ def no_room_above(images: int, error: Exception, monkeypatch: pytest.MonkeyPatch
             raise error
         return tensor
 
-    monkeypatch.setattr(workspaces, "made_real", limited)
+    monkeypatch.setattr(call_times, "made_real", limited)
 
 
 @pytest.mark.parametrize(

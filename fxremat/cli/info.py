@@ -35,12 +35,14 @@ def run(given: argparse.Namespace) -> int:
 
 
 def versions() -> dict[str, str]:
-    """Of what is installed of the packages that matter."""
+    """Of what is installed of the packages that matter; of torch with what it was built for."""
+    import torch
+
     found = {"fxremat": __version__, "python": platform.python_version()}
     for name in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-    return found
+    return found | {"torch": str(torch.__version__)}
 
 
 def devices() -> list[dict[str, Any]]:

@@ -28,6 +28,7 @@ from fxremat.errors import FxrematError, NotTraceable
 from fxremat.passes.joint_graph import root
 from fxremat.passes.memory_estimation import Estimate
 from fxremat.passes.variants.insertion import Rule
+from fxremat.runtime.grouped_products import trace_experts
 
 MODES = ("inductor", "aot_eager")
 
@@ -76,6 +77,7 @@ def compile_until_ended(
 
     Raises `NotTraceable` where that never happens, and what the backend raises of our own errors.
     """
+    trace_experts()
     try:
         with fresh_dynamo_caches():
             step = torch.compile(WithLoss(model), backend=backend, fullgraph=True, dynamic=dynamic)

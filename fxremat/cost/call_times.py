@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,44 @@ def made_real(value: Any, device: torch.device, batch: tuple[int, int] | None = 
     return size_bound(value) if isinstance(value, torch.SymInt) else value
 
 
+def made_call(
+    target: Any,
+    args: Any,
+    kwargs: Mapping[str, Any],
+    device: torch.device,
+    batch: tuple[int, int] | None = None,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call to run with, as `made_real` makes them.
+
+    A ``batch`` is not one of a weight. Groups of rows that a product takes, each with a matrix of
+    its own, are as large as each other: experts that were given nothing would have nothing to do.
+    """
+
+    def made(name: str, value: Any) -> Any:
+        return made_real(value, device, None if name in WITHOUT_BATCH else batch)
+
+    real = tuple(made(name, value) for name, value in by_name(target, args))
+    named = {name: made(name, value) for name, value in kwargs.items()}
+    ends = {**dict(by_name(target, real)), **named}.get(_ENDS_OF_GROUPS)
+    if isinstance(ends, torch.Tensor):
+        one, other = real[:2]
+        size = one.shape[-2] if other.dim() > one.dim() else other.shape[other.dim() - one.dim()]
+        groups = len(ends)
+        ends.copy_(torch.arange(1, groups + 1) * size // groups)
+    return real, named
+
+
+def by_name(target: Any, args: Any) -> Iterator[tuple[str, Any]]:
+    """Positional arguments with the names that the operator's schema gives them."""
+    names = [argument.name for argument in target._schema.arguments]
+    return zip(names, args, strict=False)
+
+
+WITHOUT_BATCH = frozenset({"weight", "bias", "running_mean", "running_var"})
+_ENDS_OF_GROUPS = "offs"
+"""The argument of grouped matrix products that says where each group of rows, or columns, ends."""
+
+
 class CallTimes:
     """Answers how long a library call takes on the device; times are kept below ``directory``."""
 
@@ -82,8 +121,7 @@ class CallTimes:
             device = self.numbers.device
             if not has_room(device, (args, kwargs)):
                 return None, False
-            real = made_real(args, device)
-            named = {k: made_real(v, device) for k, v in kwargs.items()}
+            real, named = made_call(target, args, kwargs, device)
             return self.numbers.us(lambda: target(*real, **named))
 
         try:

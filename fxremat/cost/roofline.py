@@ -51,12 +51,21 @@ def _attention_backward(_: Any, query: Any, key: Any, value: Any, *__: Any, **__
     return 2.5 * _attention(query, key, value)  # five matmuls where the forward has two
 
 
-# Fused attention kernels that torch's own table of formulas leaves out.
+def _grouped(one: Any, other: Any, *_: Any, **__: Any) -> float:
+    """Matmuls of groups of rows, of columns or of what is summed over: each number once."""
+    groups = one[0] if len(one) == len(other) == 3 else 1
+    return float(2 * groups * one[-2] * one[-1] * other[-1])
+
+
+# Fused attention kernels, and products of experts, that torch's own table of formulas leaves out.
 _EXTRA_FORMULAS: dict[str, Callable[..., float]] = {
     "_scaled_dot_product_flash_attention_for_cpu": _attention,
     "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
     "_scaled_dot_product_fused_attention_overrideable": _attention,
     "_scaled_dot_product_fused_attention_overrideable_backward": _attention_backward,
+    "_grouped_mm": _grouped,
+    "_scaled_grouped_mm": _grouped,
+    "grouped_mm_fallback": _grouped,  # of transformers
 }
 
 

@@ -27,7 +27,7 @@ from fxremat.compat.joint_graph import REPEATABLE, is_pure_attention
 from fxremat.compat.measuring import memory_filled, random_state_kept, random_states
 from fxremat.compat.ranks import is_a_rank
 from fxremat.compat.tensors import outside_fake_mode
-from fxremat.cost.call_times import call_key, has_room, made_real, operands
+from fxremat.cost.call_times import call_key, has_room, made_call, operands
 
 log = logging.getLogger(__name__)
 
@@ -90,8 +90,7 @@ def _gives_the_same(node: fx.Node, device: torch.device) -> bool | None:
 def _run_twice(target: Any, args: Any, kwargs: Any, device: torch.device) -> bool | None:
     if not has_room(device, (args, kwargs)):
         return None
-    real = made_real(args, device)
-    named = {name: made_real(one, device) for name, one in kwargs.items()}
+    real, named = made_call(target, args, kwargs, device)
     before = random_states()
     first = pytree.tree_leaves(target(*real, **named))
     second = pytree.tree_leaves(target(*real, **named))

@@ -14,7 +14,6 @@ with the batch. Such an estimate, and a call that cannot be run at all, is told 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,14 @@ from fxremat.compat.measuring import random_state_kept
 from fxremat.compat.ranks import is_collective
 from fxremat.compat.sizes import size_bound
 from fxremat.compat.tensors import outside_fake_mode
-from fxremat.cost.call_times import call_key, has_room, made_real, operands
+from fxremat.cost.call_times import (
+    WITHOUT_BATCH,
+    by_name,
+    call_key,
+    has_room,
+    made_call,
+    operands,
+)
 from fxremat.cost.cuda_scratch import IN_FORM_OUT, Multiprocessors, known_blocks
 from fxremat.cost.number_file import NumberFile, number_path
 from fxremat.cost.roofline import scratch_of
@@ -44,7 +50,6 @@ _ATEN = torch.ops.aten
 _MATMULS = frozenset({_ATEN.mm, _ATEN.addmm, _ATEN.bmm, _ATEN.baddbmm})
 _OF_16_BITS = frozenset({torch.bfloat16, torch.float16})
 _BY_CONTENTS = frozenset({torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output})
-_WITHOUT_BATCH = frozenset({"weight", "bias", "running_mean", "running_var"})
 _NOT_RUN = (is_view, is_mutating, is_random)
 _ESTIMATE = "estimate of "
 _NO_ROOM = "not enough memory to run it and see how much scratch memory it needs"
@@ -188,16 +193,10 @@ class Workspaces:
 
     def _measure(self, target: Any, args: Any, kwargs: Any, batch: tuple[int, int] | None) -> int:
         """Run the call, or the part of its ``batch``; raises `MemoryError` rather than to try."""
-
-        def made(name: str, value: Any) -> Any:
-            given = None if name in _WITHOUT_BATCH else batch
-            return made_real(value, self.device, given)
-
         if not has_room(self.device, (args, kwargs), batch):
             raise MemoryError
         with random_state_kept():
-            real = tuple(made(name, value) for name, value in _by_name(target, args))
-            named = {name: made(name, value) for name, value in kwargs.items()}
+            real, named = made_call(target, args, kwargs, self.device, batch)
             results = storages_of(_tensors(target(*real, **named)), None)  # warms the library up
             given = storages_of(_tensors((real, named)), None)
             anew = [n for storage, n in results.items() if storage not in given]
@@ -211,17 +210,11 @@ def _multiprocessors(device: torch.device) -> Multiprocessors:
     return Multiprocessors(of.multi_processor_count, of.max_threads_per_multi_processor)
 
 
-def _by_name(target: Any, args: Any) -> Iterator[tuple[str, Any]]:
-    """Positional arguments with the names that the operator's schema gives them."""
-    names = [argument.name for argument in target._schema.arguments]
-    return zip(names, args, strict=False)
-
-
 def _batch_of(target: Any, args: Any, kwargs: Any) -> int:
     """The first size of the first tensor that may have a batch; 1 without one."""
-    for name, value in (*_by_name(target, args), *kwargs.items()):
+    for name, value in (*by_name(target, args), *kwargs.items()):
         for tensor in _tensors(value):
-            if name not in _WITHOUT_BATCH and tensor.dim():
+            if name not in WITHOUT_BATCH and tensor.dim():
                 return size_bound(tensor.shape[0])
     return 1
 

@@ -251,12 +251,13 @@ def without_device(seen: Seen, empty_cache: Callable[[], None]) -> Iterator[None
             return result
 
     mode: Any = Seeing(allow_non_fake_inputs=True)
+    is_here = torch.accelerator.is_available()  # asked before torch.cuda answers that one is
     with (
         fake_cuda(),
         _foreach_of_fake_tensors(optimizer),
         _foreach_of_fake_tensors(_foreach_utils),
         mock.patch.multiple(torch.cuda, **_ANSWERS, empty_cache=empty_cache),
-        nullcontext() if torch.accelerator.is_available() else _autograd_on_host(),
+        nullcontext() if is_here else _autograd_on_host(),
         swappable(mode),
         mode,
     ):
