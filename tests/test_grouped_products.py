@@ -110,8 +110,9 @@ class Mixture(nn.Module):
 
     def forward(self, x: Tensor, offs: Tensor) -> Tensor:
         product = torch.ops.transformers.grouped_mm_fallback
-        inside = nn.functional.silu(product(x, self.up, offs))
-        return x + product(inside, self.down.transpose(1, 2), offs)
+        inside: Tensor = nn.functional.silu(product(x, self.up, offs))
+        outside: Tensor = product(inside, self.down.transpose(1, 2), offs)
+        return x + outside
 
 
 class Mixtures(nn.Module):

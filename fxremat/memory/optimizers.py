@@ -122,7 +122,10 @@ def held_after_a_step(optimizer: Optimizer) -> Held:
     What stays as it is, and what is raised, is that of `optimizer_state_bytes`.
     """
     try:
-        return _after_a_step(optimizer)
+        try:
+            return _after_a_step(optimizer)
+        except KeyError:  # it made its states before its first step
+            return _after_a_step(optimizer, from_states=True)
     except Exception as error:
         why = f"cannot step without data ({type(error).__name__}: {error})"
         raise NotTraceable(type(optimizer).__name__, why) from error
@@ -134,6 +137,7 @@ class _Weight:
 
     real: torch.Tensor
     number: int
+    state: Mapping[str, Any]
     stands_for: int = 1
     stand_in: Any = None
 
@@ -150,14 +154,14 @@ def _weights_of(optimizer: Optimizer) -> list[list[_Weight]]:
             kind = (number, real.shape, real.stride(), real.dtype, real.device)
             met[kind] += 1
             if met[kind] <= STEPPED_ALIKE:
-                last[kind] = _Weight(real, met[kind])
+                last[kind] = _Weight(real, met[kind], optimizer.state.get(weight, {}))
                 groups[-1].append(last[kind])
             else:
                 last[kind].stands_for += 1
     return groups
 
 
-def _after_a_step(optimizer: Optimizer) -> Held:
+def _after_a_step(optimizer: Optimizer, *, from_states: bool = False) -> Held:
     groups = _weights_of(optimizer)
     weights = [one for group in groups for one in group]
     kinds = [type(w) for group in optimizer.param_groups for w in group["params"]]
@@ -166,6 +170,9 @@ def _after_a_step(optimizer: Optimizer) -> Held:
         for one in weights:
             one.stand_in = made(one.real)
             one.stand_in.grad = torch.empty_like(one.stand_in)
+            if from_states:
+                copied = {name: _without_memory(each, made) for name, each in one.state.items()}
+                stepping.optimizer.state[one.stand_in] = copied
         stepping.devices = {one.stand_in.device for one in weights}
         stepping.step(STEPPED_ALIKE)
         states = stepping.states()
@@ -173,6 +180,15 @@ def _after_a_step(optimizer: Optimizer) -> Held:
     added = sum(_bytes(one.real) for one in weights if one.number == STEPPED_ALIKE)
     missing = sum((one.stands_for - 1) * _bytes(one.real) for one in weights)
     return Held(states, most + ((most - fewer) * missing // added if added else 0))
+
+
+def _without_memory(state: Any, made: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """A state of a weight; numbers on the host, such as counts of steps, are still known."""
+    if not isinstance(state, torch.Tensor):
+        return state
+    if not state.dim() and state.device.type == "cpu":
+        return torch.tensor(state.item(), dtype=state.dtype)
+    return made(local_part(state.detach()))
 
 
 def _like(optimizer: Optimizer) -> Any:
