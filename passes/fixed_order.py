@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import logging
 import operator
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves
 
 from fxremat.compat.configuration import CustomGraphPass, SchedulerPass
 from fxremat.compat.inductor.post_grad import (
@@ -37,9 +39,12 @@ from fxremat.compat.inductor.scheduling import (
     scheduled,
 )
 from fxremat.core.constants import NEGLIGIBLE_PART
+from fxremat.core.schedule import Step
+from fxremat.core.timeline import Timeline
 from fxremat.passes.halves import FREE, WRITTEN
 from fxremat.passes.joint_graph import STORED, is_tensor, is_view
-from fxremat.passes.materialisation import is_fusable
+from fxremat.passes.materialisation import is_fusable, is_scalar
+from fxremat.passes.memory_estimation import Estimate
 from fxremat.passes.offload import MOVED
 
 log = logging.getLogger(__name__)
@@ -105,6 +110,41 @@ def fixed_stretches(kernels: Sequence[Scheduled]) -> list[bool]:
         marks, lambda last, found: WRITTEN in found or (last and FREE not in found), initial=True
     )
     return list(fixed)[1:]
+
+
+def live_where_free(found: Estimate, line: Timeline) -> list[int]:
+    """Bytes at each step of a plan whose order is not held.
+
+    On the CPU all loops between two library calls are then in one function.
+    """
+    live, sizes = [*line.live_bytes], line.problem.bytes_of
+    begun, ended = Counter[int](), Counter[int]()
+    for one in line.intervals:
+        begun[one.start] += sizes[one.value]
+        ended[one.stop] += sizes[one.value]
+    loops = _loops_on_the_cpu(found)
+    there, first, together = line.problem.resident_bytes, 0, 0
+    for k, step in enumerate((*line.steps, None)):
+        if step not in loops:
+            live[first:k] = [max(each, together) for each in live[first:k]]
+            first, together = k + 1, 0
+        if step is not None:
+            there += begun[k] - ended[k]
+            overtaken = there - line.live_bytes[k]
+            together += line.live_bytes[k] if k == first else begun[k] - overtaken
+    return live
+
+
+def _loops_on_the_cpu(found: Estimate) -> set[Step | None]:
+    """The ops that are loops of generated code there."""
+
+    def is_loop(node: fx.Node) -> bool:
+        values = tree_leaves(node.meta.get("val"))
+        on_cpu = all(each.device.type == "cpu" for each in values if isinstance(each, Tensor))
+        is_part = is_view(node) or is_scalar(node) or node.target is operator.getitem
+        return on_cpu and (is_part or is_fusable(node))
+
+    return {name for name, one in found.slices.items() if all(map(is_loop, one.nodes))}
 
 
 def fixed_loops(kernels: Sequence[Scheduled]) -> list[int]:

@@ -179,10 +179,10 @@ def run_in_functions(nodes: Sequence[Any], last_of: Callable[[list[Footprint]], 
         if ends is None:
             runs = _runs_of_loops(scheduler.nodes)
             ends = {
-                id(run[place])
+                id(run[place].node)
                 for run in runs
-                if any(id(node) in chosen for loop in run for node in loop.get_nodes())
-                for place in last_of(list(map(_footprint, run)))
+                if any(id(node) in chosen for loop in run for node in loop.node.get_nodes())
+                for place in last_of([loop.footprint for loop in run])
             }
         return id(scheduler.current_node) in ends
 
@@ -191,38 +191,83 @@ def run_in_functions(nodes: Sequence[Any], last_of: Callable[[list[Footprint]], 
             scheduler.get_backend(device).ready_to_flush = is_last
 
 
-def _runs_of_loops(nodes: Sequence[Any]) -> list[list[Any]]:
+def _runs_of_loops(nodes: Sequence[Any]) -> list[list[_Loop]]:
     """The loops between two library calls, after fusion."""
-    runs: list[list[Any]] = [[]]
+    runs: list[list[_Loop]] = [[]]
+    begun = set[str]()
     for node in nodes:
+        parts = map(_whole_of, node.get_outputs())
+        wholes = {whole for whole in parts if whole is not None} - begun
+        begun |= wholes
         if node.is_extern() or node.is_template():
             runs.append([])
         elif _is_loop(node.get_nodes()[0]):
-            runs[-1].append(node)
+            runs[-1].append(_Loop(node, wholes))
     return runs
 
 
-def _footprint(node: Any) -> Footprint:
-    """What a loop allocates and frees; a result takes the place of an equal buffer that dies."""
-    inside = {one.get_name() for one in node.get_nodes()}
-    allocated = [
-        _nbytes(buffer.get_name())
-        for buffer in node.get_outputs()
-        if buffer.node.should_allocate()
-        and not buffer.get_mutations()
-        and not buffer.get_aliases()
-        and any(user.node.get_name() not in inside for user in buffer.users)
-    ]
-    made = {buffer.get_name() for buffer in node.get_outputs()}
-    scheduler, freed = node.scheduler, 0
-    for name in node.last_usage - made:
-        size = _nbytes(name)
-        is_ours = name in scheduler.name_to_buf or name in scheduler.name_to_donated_buffer
-        if is_ours and size in allocated:
-            allocated.remove(size)
-        else:
-            freed += size
-    return Footprint(sum(allocated), freed)
+@dataclass(frozen=True)
+class _Loop:
+    """Fused loops, and the concatenations of whose parts they write the first."""
+
+    node: Any
+    wholes: set[str]
+
+    @property
+    def footprint(self) -> Footprint:
+        """What it allocates and frees; a result takes the place of an equal buffer that dies."""
+        made = {buffer.get_name() for buffer in self.node.get_outputs()}
+        dying = {name: size for name in self.node.last_usage - made if (size := _own_bytes(name))}
+        allocated = sum(map(_nbytes, self.wholes))
+        for one in self.node.get_nodes():
+            for buffer in filter(self._is_allocated, one.get_outputs()):
+                size = _nbytes(buffer.get_name())
+                places = (name for name in dying if dying[name] == size)
+                place = next((name for name in places if self._overwrites(one, name)), None)
+                if place is None:
+                    allocated += size
+                else:
+                    del dying[place]
+        return Footprint(allocated, sum(dying.values()))
+
+    def _is_allocated(self, buffer: Any) -> bool:
+        inside = {one.get_name() for one in self.node.get_nodes()}
+        return (
+            buffer.node.should_allocate()
+            and not buffer.get_mutations()
+            and not buffer.get_aliases()
+            and any(user.node.get_name() not in inside for user in buffer.users)
+        )
+
+    def _overwrites(self, one: Any, name: str) -> bool:
+        """Whether a loop is the last to read a buffer, element by element, where it lies alone."""
+        from torch._inductor.scheduler import NopKernelSchedulerNode
+
+        buffer = _buffer(one.scheduler, name)
+        if isinstance(buffer.defining_op, NopKernelSchedulerNode):
+            return False  # parts of it were written as buffers of their own
+        readers = {user.node.get_name(): user for user in buffer.users if not user.is_weak}
+        own = readers.get(one.get_name())
+        inside = {each.get_name() for each in self.node.get_nodes()} - {one.get_name()}
+        return own is not None and own.can_inplace and one.ancestors >= inside & readers.keys()
+
+
+def _buffer(scheduler: Any, name: str) -> Any:
+    return scheduler.name_to_donated_buffer.get(name) or scheduler.name_to_buf.get(name)
+
+
+def _whole_of(buffer: Any) -> str | None:
+    """The concatenation that a buffer is a part of."""
+    from torch._inductor import ir
+
+    layout = buffer.node.get_output_spec()
+    return layout.view.get_name() if isinstance(layout, ir.NonOwningLayout) else None
+
+
+def _own_bytes(name: str) -> int:
+    """What is freed with a buffer; 0 for inputs that others hold, and for parts of a whole."""
+    buffer = _buffer(V.graph.scheduler, name)
+    return 0 if buffer is None or _whole_of(buffer) is not None else _nbytes(name)
 
 
 def _nbytes(name: str) -> int:

@@ -33,6 +33,7 @@ from fxremat.core.problem import Op, Problem
 from fxremat.core.schedule import Step
 from fxremat.core.timeline import replay
 from fxremat.memory.reserved_bytes import Reserved, reserved, reserved_by_run
+from fxremat.passes.fixed_order import live_where_free
 from fxremat.passes.halves import original
 
 log = logging.getLogger(__name__)
@@ -61,7 +62,7 @@ class Candidate:
         early loop, and what that makes is then there for long.
         """
         problem, steps = draft.problem, plan.steps
-        live = replay(problem, steps).live_bytes
+        live = live_where_free(draft.estimate, replay(problem, steps))
         held = {k for k, nbytes in enumerate(live) if nbytes >= NEAR_PEAK * aim}
         first = {step: k for k, step in reversed([*enumerate(steps)])}
         again = {k: s for k, s in enumerate(steps) if isinstance(s, str) and first[s] < k}
