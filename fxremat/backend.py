@@ -40,6 +40,7 @@ from fxremat.compile.driver import total_bytes
 from fxremat.compile.ranks import agreed
 from fxremat.compile.request import device_of_inputs
 from fxremat.cost.device import absent_card
+from fxremat.cost.timing import forget_unsure
 from fxremat.errors import InfeasibleBudget, UnsupportedDevice, forget_frames
 from fxremat.memory.enforced import NOT_CAPPED, enforced, explained
 from fxremat.memory.storages import storages_of
@@ -283,6 +284,7 @@ def _reset() -> None:
     faults.reset()
     scopes.forget()
     forget_lowered()
+    forget_unsure()
 
 
 fxremat.reset = _reset  # type: ignore[attr-defined]

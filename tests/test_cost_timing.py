@@ -388,7 +388,11 @@ def test_what_is_always_disturbed_counts_and_is_not_kept(
     monkeypatch.setattr(timing, "_seconds", lambda call, device: 5e-4)
     node, time_of = call(ATEN.mm.default, A, B), timer(tmp_path)
     assert time_of((node,), 100) == time_of((node,), 100) == pytest.approx(500.0)
-    assert len(runs) == 1  # it is not tried for each node anew
+    assert timer(tmp_path)((node,), 100) == pytest.approx(500.0)
+    assert len(runs) == 1  # it is tried neither for each node anew, nor for each graph
+    timing.forget_unsure()
+    assert timer(tmp_path)((node,), 100) == pytest.approx(500.0)
+    assert len(runs) == 2
     assert not number_path(tmp_path, HOST, KIND).exists()
 
 

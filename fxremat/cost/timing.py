@@ -14,9 +14,10 @@ import os
 import tempfile
 import time
 from bisect import insort
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -111,6 +112,18 @@ def quickest(
     return Timing(1e6 * (counted[0] if counted else shortest) / slowdown, not counted)
 
 
+_UNSURE: defaultdict[Path, dict[str, float | None]] = defaultdict(dict)
+"""What is not kept, by file: None for what has no room, and what was disturbed each time.
+
+It is not timed again in this process: in a later iteration the calls would need memory beside what
+is trained."""
+
+
+def forget_unsure() -> None:
+    """Time anew what was disturbed, or had no room."""
+    _UNSURE.clear()
+
+
 @dataclass
 class TimedNumbers:
     """Numbers of one ``kind`` by what they are of, timed once, and kept below ``directory``."""
@@ -118,11 +131,10 @@ class TimedNumbers:
     device: torch.device
     directory: Path
     kind: str
-    unsure: dict[str, float | None] = field(default_factory=dict)
-    """What is not kept: None for what has no room, and what was disturbed each time."""
 
     def __post_init__(self) -> None:
         self.file = NumberFile(number_path(self.directory, self.device, self.kind))
+        self.unsure = _UNSURE[self.file.path]
         self.reference = reference_of(self.device, self.directory)
 
     def number(self, key: str, measure: Callable[[], tuple[float | None, bool]]) -> float | None:
