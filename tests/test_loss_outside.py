@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxremat
+from fxremat.compat.backward import backward_drops_gradients
 from fxremat.errors import BudgetExceeded
 from tests.end_to_end import Steps, least, warned
 from tests.small import Block
@@ -63,9 +64,19 @@ def in_half_precision() -> Case:
     return case
 
 
+LESS = 0 if backward_drops_gradients() else 0.12
+"""Before torch 2.13 the gradient of the results is there to the end, and `F.mse_loss` alone takes
+all that is expected: its result keeps the memory of all squares."""
+
+
 @pytest.mark.parametrize(
     ("make", "part"),
-    [(regression, 0.99), (words, 0.75), (squares, 0.99), (in_half_precision, 0.99)],
+    [
+        (regression, 0.99),
+        (words, 0.75 - LESS),
+        (squares, 0.99 - LESS),
+        (in_half_precision, 0.99 - LESS),
+    ],
 )
 def test_the_least_that_is_named_is_kept_from_the_first_step_on(
     make: Callable[[], Case], part: float

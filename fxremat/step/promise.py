@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from fxremat.compat.backward import backward_drops_gradients
 from fxremat.compat.configuration import cache_directory, caches_disabled
 from fxremat.compile.request import Request
 from fxremat.disk_cache import Answers, Question
@@ -135,9 +136,14 @@ class Observed:
 
     @property
     def held_by_loss(self) -> int:
-        """At all times, in bytes. On CUDA a target is seen, as all that is there."""
+        """At all times, in bytes. On CUDA a target is seen, as all that is there.
+
+        A mean of squares has memory for all of them, beside the results and, where the backward
+        does not drop it, their gradient.
+        """
         target = 0 if self.device.startswith("cuda") else self.expected
-        return target + LOSS_BYTES if self.expected else 0
+        squares = 0 if backward_drops_gradients() else self.expected
+        return target + squares + LOSS_BYTES if self.expected else 0
 
     @property
     def _is_kept(self) -> bool:
