@@ -133,8 +133,12 @@ def test_a_rule_that_pays(tmp_path: Path) -> None:
     assert rules.main([*words, "--out", str(out)]) == 0
     data = json.loads(out.read_text())
     (row,) = data["rows"]
-    assert row["least_with"] < row["least_without"]
-    assert data["verdicts"] == {"sign_masks": "pays in bytes and seconds"}
+    # before torch 2.13 gradients of max-pools are gathered in loops: no masks are at the peak
+    version: Any = torch.__version__
+    saves = bool(version >= (2, 13))
+    assert (row["least_with"] < row["least_without"]) == saves
+    bytes_too = "bytes and " if saves else ""
+    assert data["verdicts"] == {"sign_masks": f"pays in {bytes_too}seconds"}
 
 
 def row_of(least_with: int, *budgets: At) -> rules.Row:
