@@ -321,6 +321,20 @@ def test_counted_versions_in_a_step_that_was_looked_at(caplog: pytest.LogCapture
     assert "reserved, of 1.00 GiB" in caplog.text
 
 
+@pytest.mark.parametrize(("limit", "least"), [(8, 20), (16, 15), (24, 15)])
+def test_a_budget_is_not_refused_that_the_code_keeps(limit: int, least: int) -> None:
+    """Of 20 bytes that are planned the code takes 15, as it does within 20 bytes for sure."""
+    made = SimpleNamespace(as_part=Version(1.0, 5, 6, 15), events=None)
+    step = StepDescription(
+        (StepPoint(0, (), 0, "forward"), StepPoint(0, (), 0, "backward")),
+        (0,),
+        (0,),
+        [Part(Interface(0, 0, 0, 0, 0), (Offer(Version(1.0, 5, 6, 20), 20, 0),))],
+        planners={0: lambda offer, limit_bytes: made},
+    )
+    assert step.least(Budget(limit), lambda chosen: None).budget_bytes == least
+
+
 def test_what_a_refused_version_is_guessed_to_take_is_not_named() -> None:
     """Its search names 30 bytes, its dry run counts 32: the latter is the least."""
     asked = list[Offer]()

@@ -201,7 +201,9 @@ class StepDescription:
             planned = self.step().peak_bytes(chosen)
             guessed = not self.make_exact(chosen, budget.least_for(planned))
             counted = self.step().peak_bytes(chosen)
-            tried.append((guessed, max(planned, counted), chosen))
+            fits = budget.limit is not None and budget.least_for(counted) <= budget.limit
+            # less than was planned is named only to one who asks for as much: plans follow limits
+            tried.append((guessed, counted if fits else max(planned, counted), chosen))
             if counted <= planned:
                 break
         _, least, chosen = min(tried)
