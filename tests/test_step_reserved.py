@@ -324,7 +324,7 @@ def test_counted_versions_in_a_step_that_was_looked_at(caplog: pytest.LogCapture
 @pytest.mark.parametrize(("limit", "least"), [(8, 20), (16, 15), (24, 15)])
 def test_a_budget_is_not_refused_that_the_code_keeps(limit: int, least: int) -> None:
     """Of 20 bytes that are planned the code takes 15, as it does within 20 bytes for sure."""
-    made = SimpleNamespace(as_part=Version(1.0, 5, 6, 15), events=None)
+    made: Any = SimpleNamespace(as_part=Version(1.0, 5, 6, 15), events=None)
     step = StepDescription(
         (StepPoint(0, (), 0, "forward"), StepPoint(0, (), 0, "backward")),
         (0,),
