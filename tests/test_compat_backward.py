@@ -17,11 +17,13 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.nets.language import GPT
 from fxremat.compat.backward import (
+    autograd_position,
     given_before,
     leaves_of_one_edge,
     leaves_of_one_node,
     leaves_of_this_node,
     no_other_backward,
+    node_of_forward,
     running_backward,
     saved_before,
     watch_backwards,
@@ -192,6 +194,20 @@ def test_what_eager_nodes_have_saved() -> None:
     torch.autograd.backward(z.sum())
     assert saved_before([z]) == []
     assert saved_before([x]) == []
+
+
+def test_the_node_of_a_forward_that_writes_into_the_result_of_another() -> None:
+    """As where a loss of experts is added to a loss: the newer node is found, behind the copy."""
+    x = torch.ones(3, requires_grad=True)
+    loss = torch.compile(lambda x: x.exp().sum(), backend="aot_eager")(x)
+    first, since = node_of_forward(loss, 0), autograd_position()
+    added = torch.compile(lambda loss, x: loss.add_(x.sum()), backend="aot_eager")(loss, x)
+    second = node_of_forward(added, since)
+    assert second is not None
+    assert second is not first
+    assert node_of_forward(loss.view(1), 0) is second
+    added.backward()
+    torch.testing.assert_close(x.grad, x.detach().exp() + 1)
 
 
 # --- donation -----------------------------------------------------------------------------

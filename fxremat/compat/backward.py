@@ -286,12 +286,13 @@ def hooks_on_what_is_saved() -> bool:
 
 
 def _compiled_node(node: Any) -> Any:
-    """The node itself, or the one that it is a view of."""
+    """The node itself, or the one that it is a view of, or that was written into its tensor."""
     for _ in range(_VIEWS_BETWEEN):
         if node is None or type(node).__name__ == _NODE_CLASS:
             return node
-        following = node.next_functions
-        node = following[0][0] if following else None
+        following = [each for each, _ in node.next_functions if each is not None]
+        made = [each for each in following if type(each).__name__ != "AccumulateGrad"]
+        node = max(made, key=lambda each: each._sequence_nr(), default=None)
     return None
 
 

@@ -253,9 +253,8 @@ class GraphInStep:
     def _alone(self) -> RunVersions | None:
         """The graph by itself, beside what is there now.
 
-        Where runs that wait leave it too few bytes, this step takes more than the budget, and the
-        next one is planned for all, or refused. At a loss all are known now: raises
-        `InfeasibleBudget` with what they need together.
+        Where runs that wait leave it too few bytes, this step exceeds the budget, and the next one
+        is planned for all. Raises `InfeasibleBudget` with what all need, if a loss ends the step.
         """
         missing, told = 0, len(session.STATE.reports)
         request = self.request.with_budget(between=self.observed.between)
@@ -264,7 +263,8 @@ class GraphInStep:
         except InfeasibleBudget as refused:
             if refused.minimum_bytes is None or not self.where.neighbours.graphs:
                 raise
-            least, named = self._least_of_all(refused) if self.graph.gives_loss else (0, 0)
+            last = self.graph.gives_loss and not self.goes_on
+            least, named = self._least_of_all(refused) if last else (0, 0)
             if least > refused.budget_bytes:
                 raise InfeasibleBudget(refused.budget_bytes, named, *refused.args[2:]) from None
             missing = refused.minimum_bytes - refused.budget_bytes
