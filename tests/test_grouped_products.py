@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import fxremat
 from fxremat.cost.call_times import made_call
 from fxremat.cost.roofline import flops_of
+from fxremat.runtime import grouped_products
 from fxremat.runtime.grouped_products import grouped_outer, trace_experts
 from tests.end_to_end import compiled_by_fxremat, measured, step
 from tests.graphs import calls, capture
@@ -167,3 +168,15 @@ def test_frozen_experts_have_no_product_for_their_gradient() -> None:
     graph = capture(model, (x, offs)).joint.module.graph
     assert len(calls(graph, torch.ops.transformers.grouped_mm_fallback)) == 16
     assert not calls(graph, grouped_outer)
+
+
+@pytest.mark.usefixtures("experts")
+def test_another_operator_of_that_name_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a transformers that is not known yet, or has none."""
+    monkeypatch.setitem(sys.modules, "transformers.integrations.moe", ModuleType("moe"))
+    monkeypatch.setattr(grouped_products, "_register", lambda product: pytest.fail("registered"))
+    with monkeypatch.context() as other:
+        other.setattr(grouped_products, "_ARGUMENTS", ["rows", "weight", "offs"])
+        trace_experts()
+    monkeypatch.setattr(grouped_products, "_NAME", "no_such_operator")
+    trace_experts()

@@ -19,7 +19,8 @@ from torch import Tensor
 from fxremat.runtime.kernels import define
 
 _MODULE = "transformers.integrations.moe"
-_NAME = "transformers::grouped_mm_fallback"
+_NAME = "grouped_mm_fallback"
+_ARGUMENTS = ["input", "weight", "offs"]
 
 
 def _outer_like(one: Tensor, other: Tensor, offs: Tensor) -> Tensor:
@@ -43,15 +44,15 @@ def grouped_outer(one: Tensor, other: Tensor, offs: Tensor) -> Tensor:
 
 
 def trace_experts() -> None:
-    """Let graphs go on behind the products of experts, if transformers may call for them."""
-    if _MODULE in sys.modules:
-        _register()
+    """Let graphs go on behind products of experts, if transformers has its operator for them."""
+    product = getattr(torch.ops.transformers, _NAME, None) if _MODULE in sys.modules else None
+    arguments = [] if product is None else product.default._schema.arguments
+    if [each.name for each in arguments] == _ARGUMENTS:
+        _register(product)
 
 
 @cache
-def _register() -> None:
-    product = torch.ops.transformers.grouped_mm_fallback
-
+def _register(product: Any) -> None:
     def setup(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
         ctx.save_for_backward(*inputs)
 
@@ -66,4 +67,4 @@ def _register() -> None:
             of_weight = grouped_outer(gradient, rows, offs).transpose(-2, -1)
         return of_rows, of_weight, None
 
-    torch.library.register_autograd(_NAME, backward, setup_context=setup)
+    torch.library.register_autograd(f"transformers::{_NAME}", backward, setup_context=setup)
