@@ -258,7 +258,7 @@ def _error(found: Found, way: Way, budget: int, plain: Way) -> float:
         found.warned.append(
             f"gradients are {error:.1e} away from plain compile's, and those are "
             f"{_apart(plain, eager):.1e} away from those without compiling: rounding flips ReLUs. "
-            f"The row compares in float64, under twice the budget"
+            f"The row compares in float64, under twice the budget or the least that is named there"
         )
         return exact
     wrong = _apart(plain, eager)
@@ -274,11 +274,19 @@ def _apart(one: Way, other: Way) -> float:
 
 
 def _apart_in_float64(name: str, budget: int) -> float:
-    """Of gradients from plain compile's, where all numbers are as wide as Python's."""
+    """Of gradients from plain compile's, where all numbers are as wide as Python's.
+
+    Under the budget, or the least that is named: convolutions take more than twice as much there.
+    """
     torch.set_default_dtype(torch.float64)
     try:
         plain = train(made(name), lambda model: torch.compile(model))
-        return _apart(train(made(name), within(budget)), plain)
+        way, least = _tried(name, budget)
+        if least is not None:
+            way, _ = _tried(name, least)
+        if way is None:
+            raise Unlike("at no budget could gradients be compared in float64")
+        return _apart(way, plain)
     finally:
         torch.set_default_dtype(torch.float32)
 
