@@ -329,11 +329,13 @@ def test_what_the_readme_says_of_architectures() -> None:
     needed = {
         name: of_name[name]["least"] / max(of_name[name]["plain"]["peaks"]) for name in refused
     }
-    assert of_name["mamba"]["least"] < max(of_name["mamba"]["checkpointed"]["peaks"])
+    mamba = of_name["mamba"]
+    taken = max(mamba["checkpointed"]["peaks"]) / max(mamba["plain"]["peaks"])
     assert count["failed"] == 0
     for said in (
         f"**{len(rows)} architectures**", f"{count['ok']} keep both",
-        f"an LSTM needs {100 * needed['lstm']:.0f} %, a Mamba {100 * needed['mamba']:.0f} %",
+        f"an LSTM needs {100 * needed['lstm']:.0f} %, and a Mamba {100 * needed['mamba']:.0f} %",
+        f"where checkpointed layers take {100 * taken:.0f} %",
         f"by up to {100 * of_name['bert_autocast']['gradient_error']:.1f} %",
         f"a ResNet's by {100 * resnet['gradient_error']:.1f} %",
     ):  # fmt: skip
