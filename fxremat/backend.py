@@ -82,12 +82,13 @@ def fxremat(
     (`fxremat.faults`).
     For a card that is not here the graph is planned, and runs without memory as its inputs do.
     """
+    if not disabled():
+        trace_experts()
     if absent_card() is not None:
         inactive.training_graph_seen()
         planned, report = plan_only(gm, example_inputs, options or {})
         session.STATE.reports += [] if report is None else [report]
         return planned
-    trace_experts()
     device = device_of_inputs(example_inputs)
     total = total_bytes(device)
     parsed = parse_options(options, device_total_bytes=total)

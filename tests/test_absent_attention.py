@@ -331,7 +331,13 @@ def _inside(emptied: Callable[[], None] = lambda: None) -> Iterator[list[Any]]:
         yield ops
 
 
-def test_autograd_runs_through_modules_and_functions_of_the_user() -> None:
+@pytest.mark.parametrize("built_for_cuda", [False, True])
+def test_autograd_runs_through_modules_and_functions_of_the_user(
+    built_for_cuda: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if built_for_cuda:  # then torch says of accelerators what torch.cuda says
+        monkeypatch.setattr(torch.accelerator, "is_available", lambda: torch.cuda.is_available())
+
     class Double(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:

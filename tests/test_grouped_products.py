@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
+import operator
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -13,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import fxremat
-from fxremat.cost.call_times import made_call
+from fxremat.cost.call_times import CallTimes, made_call
 from fxremat.cost.roofline import flops_of
 from fxremat.runtime import grouped_products
 from fxremat.runtime.grouped_products import grouped_outer, trace_experts
@@ -49,6 +52,17 @@ def test_groups_are_as_large_as_each_other_where_a_call_is_timed(
     assert named == {}
     node = call(GROUPED, *args)
     assert flops_of(node) == flops
+
+
+def test_of_operators_that_are_not_known_integers_stay_zero(tmp_path: Path) -> None:
+    """In range whatever they say; and what has no schema is run as it is."""
+    name = "fxremat_tests::by_offsets"
+    torch.library.define(name, "(Tensor x, Tensor y, Tensor offs) -> Tensor")
+    op = torch.ops.fxremat_tests.by_offsets.default
+    real, _ = made_call(op, (torch.ones(6, 2), torch.ones(3, 2, 2), ends()), {}, HOST)
+    assert real[2].tolist() == [0, 0, 0]
+    product = CallTimes(HOST, tmp_path).of_call(operator.mul, (torch.ones(4), torch.ones(4)), {})
+    assert product is not None
 
 
 def test_a_product_of_each_group_of_rows() -> None:
@@ -180,3 +194,13 @@ def test_another_operator_of_that_name_is_left_alone(monkeypatch: pytest.MonkeyP
         trace_experts()
     monkeypatch.setattr(grouped_products, "_NAME", "no_such_operator")
     trace_experts()
+
+
+def test_plain_inductor_leaves_the_operator_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FXREMAT_DISABLE", "1")
+    module = importlib.import_module("fxremat.backend")
+    monkeypatch.setattr(module, "trace_experts", lambda: pytest.fail("registered"))
+    torch._dynamo.reset()
+    model = nn.Linear(4, 4)
+    x = torch.randn(2, 4)
+    torch.testing.assert_close(compiled_by_fxremat(model, memory_budget="1GiB")(x), model(x))

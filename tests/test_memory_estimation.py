@@ -405,9 +405,10 @@ def test_neighbours_are_read_and_added_to_in_one_loop(mode: str, axes: int) -> N
     [
         (torch.zeros(3, dtype=torch.int64), torch.ones(3, 4), True),
         (torch.ones(3, dtype=torch.bool), torch.ones(3, 4), False),
+        (torch.ones(3, dtype=torch.uint8), torch.ones(3, 4), False),
         (torch.zeros(3, dtype=torch.int64), torch.ones(3, 4, dtype=torch.int64), False),
     ],
-    ids=["rows", "a mask", "integers"],
+    ids=["rows", "a mask", "a mask of bytes", "integers"],
 )
 def test_what_is_put_at_indices_is_computed_there_where_inductor_makes_a_loop(
     index: torch.Tensor, values: torch.Tensor, inlined: bool, monkeypatch: pytest.MonkeyPatch

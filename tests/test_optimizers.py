@@ -48,6 +48,24 @@ def stepped(net: nn.Module, optimizer: optim.Optimizer) -> None:
     optimizer.step()
 
 
+class Early(optim.Optimizer):
+    """It makes its states before its first step, and needs them there, as Adagrad once did."""
+
+    def __init__(self, weights: Any) -> None:
+        super().__init__(weights, {})
+        for group in self.param_groups:
+            for weight in group["params"]:
+                self.state[weight] = {"step": torch.tensor(0.0), "sum": torch.zeros_like(weight)}
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        with torch.no_grad():
+            for weight in (each for group in self.param_groups for each in group["params"]):
+                own = self.state[weight]
+                own["step"] += 1
+                own["sum"] += weight.grad * (1 / own["step"].item())
+                weight -= own["sum"]
+
+
 MAKE = [
     partial(optim.SGD, lr=0.1),
     partial(optim.SGD, lr=0.1, momentum=0.9, foreach=True),
@@ -58,6 +76,7 @@ MAKE = [
     partial(optim.RMSprop, centered=True, foreach=True),
     optim.Adafactor,  # it looks at the norm of each weight
     optim.Adagrad,
+    Early,
     optim.NAdam,
     optim.Rprop,
 ]

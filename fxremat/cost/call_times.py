@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from fxremat.compat.sizes import size_bound
+from fxremat.cost.roofline import GROUPED_PRODUCTS, packet_name
 from fxremat.cost.timing import TimedNumbers
 from fxremat.runtime.chunks import convolutions
 from fxremat.sizes import KIB
@@ -85,8 +87,8 @@ def made_call(
 
     real = tuple(made(name, value) for name, value in by_name(target, args))
     named = {name: made(name, value) for name, value in kwargs.items()}
-    ends = {**dict(by_name(target, real)), **named}.get(_ENDS_OF_GROUPS)
-    if isinstance(ends, torch.Tensor):
+    ends = {**dict(by_name(target, real)), **named}.get("offs")
+    if isinstance(ends, torch.Tensor) and packet_name(target) in GROUPED_PRODUCTS:
         one, other = real[:2]
         size = one.shape[-2] if other.dim() > one.dim() else other.shape[other.dim() - one.dim()]
         groups = len(ends)
@@ -95,14 +97,13 @@ def made_call(
 
 
 def by_name(target: Any, args: Any) -> Iterator[tuple[str, Any]]:
-    """Positional arguments with the names that the operator's schema gives them."""
-    names = [argument.name for argument in target._schema.arguments]
-    return zip(names, args, strict=False)
+    """Positional arguments with the names that the operator's schema gives them, "" without one."""
+    schema = getattr(target, "_schema", None)
+    names = [argument.name for argument in getattr(schema, "arguments", ())]
+    return zip_longest(names[: len(args)], args, fillvalue="")
 
 
 WITHOUT_BATCH = frozenset({"weight", "bias", "running_mean", "running_var"})
-_ENDS_OF_GROUPS = "offs"
-"""The argument of grouped matrix products that says where each group of rows, or columns, ends."""
 
 
 class CallTimes:

@@ -57,22 +57,29 @@ def _grouped(one: Any, other: Any, *_: Any, **__: Any) -> float:
     return float(2 * groups * one[-2] * one[-1] * other[-1])
 
 
+GROUPED_PRODUCTS = frozenset(
+    {"_grouped_mm", "_scaled_grouped_mm", "grouped_mm_fallback", "grouped_outer"}
+)
+"""Products of groups that end at ``offs``: torch's, that of transformers, and its gradient."""
 # Fused attention kernels, and products of experts, that torch's own table of formulas leaves out.
 _EXTRA_FORMULAS: dict[str, Callable[..., float]] = {
     "_scaled_dot_product_flash_attention_for_cpu": _attention,
     "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
     "_scaled_dot_product_fused_attention_overrideable": _attention,
     "_scaled_dot_product_fused_attention_overrideable_backward": _attention_backward,
-    "_grouped_mm": _grouped,
-    "_scaled_grouped_mm": _grouped,
-    "grouped_mm_fallback": _grouped,  # of transformers
+    **dict.fromkeys(GROUPED_PRODUCTS, _grouped),
 }
+
+
+def packet_name(target: object) -> str:
+    """Of an operator, without its overload; "" of what is none."""
+    return getattr(getattr(target, "overloadpacket", None), "__name__", "")
 
 
 def flops_of(node: fx.Node) -> float:
     """Floating-point operations of the call that a node stands for; 0 if it only moves memory."""
     packet = getattr(node.target, "overloadpacket", None)
-    formula = flop_registry.get(packet) or _EXTRA_FORMULAS.get(getattr(packet, "__name__", ""))
+    formula = flop_registry.get(packet) or _EXTRA_FORMULAS.get(packet_name(node.target))
     if formula is None or "val" not in node.meta:
         return 0.0
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))

@@ -27,12 +27,7 @@ def _outer_like(one: Tensor, other: Tensor, offs: Tensor) -> Tensor:
     return one.new_empty(len(offs), one.shape[1], other.shape[1])
 
 
-def _flops(one: Any, other: Any, *_: Any, **__: Any) -> int:
-    rows, columns = one
-    return int(2 * rows * columns * other[1])
-
-
-@define("(Tensor one, Tensor other, Tensor offs) -> Tensor", _outer_like, flops=_flops)
+@define("(Tensor one, Tensor other, Tensor offs) -> Tensor", _outer_like)
 def grouped_outer(one: Tensor, other: Tensor, offs: Tensor) -> Tensor:
     """``one.T @ other`` of each group of rows, which end at ``offs``: a matrix for each group."""
     result = torch.zeros_like(_outer_like(one, other, offs))
