@@ -103,7 +103,7 @@ def fxremat(
     graph.leave_out_unsent()
     calling = list(map(unwrapped, calling_modules()))
     _REFUSED.difference_update(calling)
-    _expect_others(graph, options)
+    _expect_others(graph, options, calling)
     try:
         return _compiled_in_step(graph)
     except Exception:
@@ -111,7 +111,9 @@ def fxremat(
         raise
 
 
-def _expect_others(graph: Graph, options: Mapping[str, Any] | None) -> None:
+def _expect_others(
+    graph: Graph, options: Mapping[str, Any] | None, calling: Sequence[nn.Module]
+) -> None:
     """Know of all modules that are compiled for the same budget, before they run.
 
     Those in training mode will have gradients; who has some was trained before, in another way.
@@ -120,7 +122,7 @@ def _expect_others(graph: Graph, options: Mapping[str, Any] | None) -> None:
     scope = scopes.scope_of(graph.device, graph.options.memory_budget)
     if graph.options.memory_budget is None or scope.graphs or is_a_rank() or splits_for_ddp():
         return
-    modules = modules_compiled_by(fxremat)
+    modules = modules_compiled_by(fxremat, calling)
     trained = [one for one, given in modules if one.training and given == (options or {})]
     trained = [one for one in trained if all(x.grad is None for x in one.parameters())]
     scope.given.expect([one for one in trained if one not in _REFUSED], graph.device)

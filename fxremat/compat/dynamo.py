@@ -8,7 +8,7 @@ import operator
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import wraps
@@ -128,12 +128,21 @@ def kinds_of(kind: type[Any]) -> Iterator[type[Any]]:
         yield from kinds_of(each)
 
 
-def modules_compiled_by(backend: Callable[..., Any]) -> list[tuple[nn.Module, Mapping[str, Any]]]:
+def modules_compiled_by(
+    backend: Callable[..., Any], running: Sequence[nn.Module] = ()
+) -> list[tuple[nn.Module, Mapping[str, Any]]]:
     """All modules that this backend compiles, whole or in place, and the options of each; slow.
 
-    What a compilation that failed has left over is not among them.
+    What a compilation that failed has left over is not among them: where others than those that
+    are ``running`` are found, garbage is collected first.
     """
-    gc.collect()
+    found = _compiled_by(backend)
+    if any(one not in running for one, _ in found) and gc.collect():
+        found = _compiled_by(backend)
+    return found
+
+
+def _compiled_by(backend: Callable[..., Any]) -> list[tuple[nn.Module, Mapping[str, Any]]]:
     found: list[tuple[nn.Module, Mapping[str, Any]]] = []
     kinds = set(kinds_of(nn.Module))
     for one in [one for one in gc.get_objects() if type(one) in kinds]:

@@ -328,8 +328,12 @@ def joined(kernels: Sequence[tuple[str, str, str]]) -> str:
 
 @contextmanager
 def apart() -> Iterator[None]:
-    """Inside, tensors are real, and nothing that is being compiled around it has a say."""
+    """Inside, tensors are real, and nothing that is being compiled around it has a say.
+
+    Else a kernel would be written anew where its graph's code comes from the cache.
+    """
     own = {CUDAGRAPHS: False, POST_GRAD_PASS: None, SCHEDULER_PASS: None, PARTITIONER: None}
+    own["allow_buffer_reuse"] = False  # as for graphs under a budget
     with apart_from_tracing(), inductor_config.patch(own), tuned_in_the_step(), torch.no_grad():
         yield
 
@@ -365,8 +369,9 @@ def kernel_key(module: fx.GraphModule) -> str | None:
 def decomposed(function: Callable[..., object], inputs: Sequence[torch.Tensor]) -> fx.GraphModule:
     """A trace in the operators that Inductor has kernels for; inside `for_a_kernel`."""
     table = inductor_decompositions()
-    traced: fx.GraphModule = make_fx(function, decomposition_table=table)(*inputs)
-    return traced
+    traced = make_fx(function, decomposition_table=table)(*inputs)
+    # while a graph is compiled, a trace writes its code later, and Inductor's key sees when
+    return fx.GraphModule(traced, traced.graph)
 
 
 @dataclass(frozen=True)
