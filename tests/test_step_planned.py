@@ -417,14 +417,35 @@ def test_the_least_is_what_code_takes_where_all_that_is_offered_takes_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As where Inductor chooses a layout in which a library call needs no workspace."""
-    case = two_breaks()
+    case, real = two_breaks(), Graph.as_part
     least = case.least()
-
-    def offered(*given: Any) -> Part:
-        return dearer(part_on_all_ranks(*given), least, exact=True)
-
-    monkeypatch.setattr(step_graph, "part_on_all_ranks", offered)
+    monkeypatch.setattr(Graph, "as_part", lambda *asked: dearer(real(*asked), least, exact=True))
     assert case.least() <= 1.1 * least
+
+
+def test_a_step_that_was_planned_before_needs_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What its graphs may take is kept on disk; of a file that was spoiled nothing is believed."""
+    case, looked = two_breaks(), list[Any]()
+    budget = case.budget(80)
+
+    def counted(*given: Any) -> Part:
+        looked.append(given)
+        return part_on_all_ranks(*given)
+
+    def spoiled(*_: Any) -> Part:
+        raise KeyError("interface")
+
+    def peak() -> int:
+        looked.clear()
+        return case.kept(budget)
+
+    monkeypatch.setattr(step_graph, "part_on_all_ranks", counted)
+    before = case.kept(budget)
+    assert peak() == before
+    assert not looked
+    monkeypatch.setattr(step_graph, "from_data", spoiled)
+    assert peak() == before
+    assert looked
 
 
 def test_what_is_explained_of_a_model_with_graph_breaks_is_measured() -> None:

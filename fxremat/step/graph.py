@@ -8,18 +8,20 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import fx
 
 from fxremat.compat.compilers import compile_with_aot_eager
+from fxremat.compat.configuration import cache_directory, caches_disabled
 from fxremat.compat.dynamo import calling_modules, inline_regions, more_follow, unwrapped
 from fxremat.compat.joint_graph import copy_module
 from fxremat.compat.ranks import is_a_rank
-from fxremat.compat.sizes import with_settled_sizes
+from fxremat.compat.sizes import size_bound, with_settled_sizes
 from fxremat.compile import session
 from fxremat.compile.draft import Draft
 from fxremat.compile.driver import (
@@ -37,7 +39,9 @@ from fxremat.compile.partitioner import Partitioner, draft_of, plan_graph
 from fxremat.compile.ranks import see_same_plan
 from fxremat.compile.request import Request, device_of_inputs, request_for
 from fxremat.compile.tracing import Ended
+from fxremat.core.json_data import from_data, to_data
 from fxremat.core.layout import NOWHERE, OwnPools, StepLayout
+from fxremat.disk_cache import Answers, Question
 from fxremat.errors import forget_frames
 from fxremat.faults import with_less_after_faults
 from fxremat.memory.allocator_settings import AllocatorSettings
@@ -267,13 +271,29 @@ class Graph:
         return current
 
     def as_part(self, request: Request, count: int) -> Part:
-        """The versions that it may take. Raises `NoBackward`."""
+        """The versions that it may take, kept on disk: they need a trace. Raises `NoBackward`."""
 
         def offered(asked: Request) -> Part:
+            question = None if is_a_rank() or caches_disabled() else self._question(asked, count)
+            kept = Answers(Path(cache_directory()) / "fxremat" / "parts")
+            if question is not None and (known := kept.read(question)) is not None:
+                with suppress(ValueError, KeyError, TypeError):
+                    return from_data(Part, known)
             with self._drafted(asked) as draft:
-                return part_on_all_ranks(draft, asked, count)
+                part = part_on_all_ranks(draft, asked, count)
+            if question is not None:
+                kept.keep(question, to_data(part))
+            return part
 
         return with_less_after_faults(request, offered, self._described)
+
+    def _question(self, request: Request, count: int) -> Question:
+        """All that the versions depend on which so many runs at once may take."""
+        key = report_key(self.kept, self.inputs, Partitioner(request, build()))
+        bounds = [size_bound(x) for x in self.inputs if isinstance(x, torch.SymInt)]
+        inductor = sorted(self.options.inductor_options().items())
+        how = repr((self.options.executor, self.mode, inductor, self.unsent))
+        return {"graph": key, "bounds": bounds, "how": how, "runs": count}
 
     @contextmanager
     def _drafted(self, request: Request) -> Iterator[Draft]:
