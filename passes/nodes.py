@@ -15,6 +15,7 @@ from fxremat.passes.joint_graph import is_tensor, is_view, root
 Shape = tuple[int, ...]
 Add = Callable[..., fx.Node]
 """It adds a call, given its target and arguments, at a place of its own choice."""
+Lookup = Callable[[fx.Node], fx.Node]
 
 
 def shape_of(node: fx.Node) -> Shape | None:
@@ -80,6 +81,17 @@ def add_call(
     kept = ("stack_trace", "nn_module_stack", "source_fn_stack", "partitioner_tag", "seq_nr")
     node.meta.update({key: like.meta[key] for key in kept if key in like.meta})
     return node
+
+
+def copy_named(graph: fx.Graph, node: fx.Node, lookup: Lookup, name: str) -> fx.Node:
+    """A copy of this name, in which ``lookup`` tells what stands for each node that is read.
+
+    What is copied and then renamed keeps two names from others, of which one is another node's.
+    """
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lookup)
+    new = graph.create_node(node.op, node.target, args, kwargs, name, node.type)
+    new.meta = dict(node.meta)
+    return new
 
 
 def adder(graph: fx.Graph, like: fx.Node) -> Add:

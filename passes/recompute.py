@@ -26,7 +26,7 @@ keeps what its reduction wrote, and Inductor would compute the few ops behind it
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,9 +42,8 @@ from fxremat.passes.halves import FREE, INLINED, RECOMPUTED, WRITTEN, Rewritten
 from fxremat.passes.joint_graph import Role, is_repeatable, is_tensor, is_view
 from fxremat.passes.materialisation import is_fusable, is_reduction
 from fxremat.passes.memory_estimation import TANGENTS, Estimate, RecomputeSlice, nbytes
+from fxremat.passes.nodes import Lookup, copy_named
 from fxremat.passes.offload import Mover
-
-Lookup = Callable[[fx.Node], fx.Node]
 
 
 @dataclass
@@ -69,8 +68,7 @@ class _PlanWriter:
         self.last_put: str | None = None  # the last value that was put to the host as a result
 
     def copy(self, node: fx.Node, lookup: Lookup, suffix: str = "") -> fx.Node:
-        new = self.graph.node_copy(node, lookup)
-        new.meta = dict(node.meta)
+        new = copy_named(self.graph, node, lookup, node.name + suffix)
         is_call = node.op == "call_function" and not is_view(node)
         if is_call and not is_repeatable(node, self.joint.mutated):
             # torch repeats impure calls in the other half if it can
@@ -79,7 +77,6 @@ class _PlanWriter:
         elif is_wait(node):
             new.meta["partitioner_tag"] = f"must_be_in_{self.half}"
         if suffix:
-            new._rename(node.name + suffix)
             new.meta.pop("recompute", None)
         return new
 

@@ -32,6 +32,7 @@ from fxremat.passes.joint_graph import (
     read_joint_graph,
     root,
 )
+from fxremat.passes.nodes import copy_named
 
 
 def _must_recompute(node: fx.Node, joint: JointGraph) -> bool:
@@ -103,9 +104,9 @@ class ObeyMustRecompute(Pass):
                 continue
             for node in _tagged_behind(reader, joint, copies):
                 with graph.inserting_before(reader):
-                    copies[node] = graph.node_copy(node, lambda n: copies.get(n, n))
-                copies[node]._rename(node.name + RECOMPUTED)
-                copies[node].meta = {k: v for k, v in node.meta.items() if k != "recompute"}
+                    name = node.name + RECOMPUTED
+                    copies[node] = copy_named(graph, node, lambda n: copies.get(n, n), name)
+                copies[node].meta.pop("recompute", None)
             for source in reader.all_input_nodes:
                 if source in copies:
                     reader.replace_input_with(source, copies[source])

@@ -22,9 +22,11 @@ from fxremat.compile.pipeline import prepare
 from fxremat.core.check import check
 from fxremat.core.problem import Copies, Problem
 from fxremat.core.schedule import Step
-from fxremat.passes.halves import Rewritten
+from fxremat.passes.halves import Rewritten, original
+from fxremat.passes.inplace import INTO
 from fxremat.passes.joint_graph import JointGraph
 from fxremat.passes.memory_estimation import TANGENTS, Estimate, estimate
+from fxremat.passes.offload import MOVED
 from fxremat.passes.recompute import apply_plan
 from fxremat.planner.moves.offload import movable
 from fxremat.planner.moves.transfers import Fetch, Item, place
@@ -124,6 +126,14 @@ def without_dead_runs(problem: Problem, steps: Sequence[str]) -> tuple[str, ...]
     return tuple(reversed(left))
 
 
+def check_names(joint: fx.Graph, rewritten: fx.Graph) -> None:
+    """Each copy is named after the node that it is a copy of, and no other node has that name."""
+    of_name = {node.name: node for node in joint.nodes}
+    for node in rewritten.nodes:
+        if node.op != "output" and not any(mark in node.name for mark in (MOVED, INTO)):
+            assert node.meta.get("val") is of_name[original(node.name)].meta.get("val"), node.name
+
+
 @dataclass
 class Capture:
     """A partition function that plans with ``choose``, checks, and keeps what it saw."""
@@ -154,6 +164,7 @@ class Capture:
         assert verdict.ok, str(verdict)
         self.rewritten = apply_plan(self.found, self.steps)
         self.rewritten.module.graph.lint()
+        check_names(self.joint.module.graph, self.rewritten.module.graph)
         mutated = [n.name for n in self.joint.mutated]
         check_data_flow(self.joint.module.graph, self.rewritten.module.graph, mutated)
         check_waits(self.rewritten.module.graph)
