@@ -355,4 +355,4 @@ def test_what_the_readme_says_of_first_steps() -> None:
         ratios = [ratio for row in found if (ratio := row.ratio(kind))]
         times = f"{min(ratios):.1f} to {max(ratios):.1f} times"
         assert times in limits.split(where)[0]
-    assert len(found) == 3
+    assert len(found) == 8
