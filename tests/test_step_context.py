@@ -95,16 +95,6 @@ def test_the_gradient_of_a_loss_stays_until_all_have_gone_backward(
     assert backward == [1000 + incoming, 1000 + held + 50]
 
 
-@pytest.mark.parametrize("held", [4, 54])
-def test_what_is_held_of_results_counts_once(held: int) -> None:
-    """The caller of a model that returns a loss and logits may drop the logits."""
-    block, last = Interface(100, 100, 50, 50, 10), Interface(50, 50, 54, 4, 0)
-    points = in_order([block, last], [0, 1], last_first(2), 1000, results_held={1: held})
-    between, *backward = [one.outside_bytes for one in points[2:]]
-    assert between == 1000 + 54 + 4
-    assert backward == [1000 + held + 4, 1000 + held + 4 + 50]
-
-
 def part_of(given: int) -> Part:
     """It saves 1,000 bytes beside what it is given."""
     version = Version(1.0, 1000, 3000, 5000)
@@ -356,6 +346,5 @@ def test_what_only_garbage_holds_while_it_compiles_is_not_planned_for() -> None:
         del result, cycle
         loss.backward()
         [only] = scope._SCOPES.values()
-        held = [one.held_bytes for one in only.order if one.phase == "forward"]
-        assert held == [4 * 8 * 4 if keep else 0]
+        assert [one.holds for one in only.order if one.phase == "forward"] == [keep]
         scope.forget()
