@@ -16,7 +16,7 @@ from fxremat.core.json_data import from_data
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
 from fxremat.core.schedule import Step, ops_of
-from fxremat.core.timeline import replay
+from fxremat.core.timeline import Timeline, replay
 from fxremat.planner import constants
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.solvers import SolverOptions
@@ -88,7 +88,7 @@ def _may_run(problem: Problem, steps: Sequence[Step]) -> bool:
     )
 
 
-def rank(plan: Plan, budget_bytes: int | None) -> tuple[int, float]:
+def rank(plan: Plan | Timeline, budget_bytes: int | None) -> tuple[int, float]:
     """Less is better: plans that fit first, by time; the others by peak."""
     over = budget_bytes is not None and plan.peak_bytes > budget_bytes
     return plan.peak_bytes if over else 0, plan.time_us

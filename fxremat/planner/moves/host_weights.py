@@ -21,6 +21,7 @@ from itertools import pairwise
 
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
+from fxremat.planner.plans import rank
 
 Planner = Callable[[Problem], Plan]
 
@@ -68,16 +69,15 @@ def select(
     order = ranked(problem, weights)
     tried: dict[int, Plan] = {}
 
-    def rank(count: int) -> tuple[int, float, int]:
+    def rank_of(count: int) -> tuple[int, float, int]:
         if count not in tried:
             moved = {name: weights[name] for name in order[:count]}
             tried[count] = plan_for(on_host(problem, moved))
-        plan = tried[count]
-        return max(0, plan.peak_bytes - budget_bytes), plan.time_us, count
+        return *rank(tried[count], budget_bytes), count
 
-    if rank(0)[0] == 0 and tried[0].time_us <= problem.base_time_us:
+    if rank_of(0)[0] == 0 and tried[0].time_us <= problem.base_time_us:
         return Selection((), tried[0])
-    best = _best_count(len(order), rank)
+    best = _best_count(len(order), rank_of)
     return Selection(tuple(order[:best]), tried[best])
 
 

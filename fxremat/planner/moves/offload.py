@@ -33,7 +33,7 @@ from fxremat.planner.indexed_problem import build_model, peak_bound
 from fxremat.planner.local import greedy
 from fxremat.planner.moves.time_bound import relax
 from fxremat.planner.moves.transfers import Fetch, Item, place
-from fxremat.planner.plans import make_plan
+from fxremat.planner.plans import make_plan, rank
 from fxremat.planner.solvers import ProblemRefused, Solver, SolverOptions
 
 NAME = "offload"
@@ -262,8 +262,7 @@ class _MoveSearch:
     def offer(self, question: Problem, solver: Solver) -> tuple[int, float]:
         """The rank of the best schedule that a solver makes of a priced problem.
 
-        It is bytes over the budget, then time. Where transfers have to be waited for, the solver
-        also leaves room for values to come early.
+        Where transfers have to be waited for, the solver also leaves room for values to come early.
         """
         fetches = (op for op in question.ops if op.name.startswith(GET))
         sizes = (self.problem.bytes_of[name] for op in fetches for name in op.writes)
@@ -272,16 +271,15 @@ class _MoveSearch:
             left = None if self.budget is None else self.budget - room * largest
             answer = solver(question, left, self.options)
             line = place(self.problem, items_of(self.problem, answer.ops), self.budget)
-            excess = 0 if self.budget is None else max(0, line.peak_bytes - self.budget)
-            found.append(((excess, line.time_us), line, answer.solver))
+            found.append((rank(line, self.budget), line, answer.solver))
             if not line.timing.stall_us:
                 break
-        rank, line, name = min(found, key=lambda one: one[0])
+        its_rank, line, name = min(found, key=lambda one: one[0])
         cap = math.inf if self.copies.host_bytes is None else self.copies.host_bytes
         allowed = line.host_peak_bytes <= cap and line.time_us < math.inf
-        if allowed and (self.best is None or rank < self.rank):
-            self.best, self.rank = (line, name), rank
-        return rank
+        if allowed and (self.best is None or its_rank < self.rank):
+            self.best, self.rank = (line, name), its_rank
+        return its_rank
 
     def is_within(self, time_us: float) -> bool:
         """Whether there is no need to look on: the best fits and is so fast, or time is over."""

@@ -41,7 +41,7 @@ from fxremat.planner.deadline import Deadline
 from fxremat.planner.indexed_problem import IndexedProblem
 from fxremat.planner.moves.offload import least_bytes
 from fxremat.planner.moves.transfers import Fetch, Item, place
-from fxremat.planner.plans import make_plan, not_beaten
+from fxremat.planner.plans import make_plan, not_beaten, rank
 from fxremat.planner.published import rotor
 from fxremat.planner.published.chain import (
     Block,
@@ -128,12 +128,9 @@ class _PofoSearch:
         for items in question.answers(memory, most, self.deadline):
             for budget in sorted({self.budget, max(self.budget, int(memory))}):
                 line = place(self.problem, items, budget)
-                if line.host_peak_bytes <= cap and self._rank(line) < self._rank(self.best):
+                better = rank(line, self.budget) < rank(self.best, self.budget)
+                if line.host_peak_bytes <= cap and better:
                     self.best = line
-
-    def _rank(self, line: Timeline) -> tuple[int, float]:
-        """Less is better: within the budget first, then less time."""
-        return max(0, line.peak_bytes - self.budget), line.time_us
 
 
 # -- the ways to run one block ----------------------------------------------------------------
