@@ -22,7 +22,7 @@ from fxremat.planner.deadline import Deadline
 from fxremat.planner.moves import offload
 from fxremat.planner.moves.host_weights import Selection, on_host, ranked, select
 from fxremat.planner.moves.time_bound import relax
-from fxremat.planner.moves.transfers import Fetch, Item, place, synchronous
+from fxremat.planner.moves.transfers import Fetch, Item, Route, place
 from fxremat.planner.step_versions import fastest, lowest, not_beaten
 from tests.brute import solved
 from tests.chains import TEN_BYTES_PER_US, chain_with_copies, chain_with_host_weights
@@ -76,7 +76,7 @@ def test_without_room_a_value_comes_back_late() -> None:
     """The peak of 407 is at b2, which needs three values of the four: x1 must wait for it."""
     problem = chain_with_copies(3)
     items = moved_away(problem, "x1")
-    least = replay(problem, synchronous(problem, items)).peak_bytes
+    least = replay(problem, Route.of(problem, items).synchronous()).peak_bytes
     line = place(problem, items, least)
     assert line.peak_bytes == least < full_peak(problem)
     assert line.timing.stall_us == 10.0
@@ -169,7 +169,7 @@ def test_random_fetches_are_placed_within_the_budget(
     items = data.draw(fetches(problem, problem.base_steps()))
     budget = data.draw(st.integers(0, 600))
     line = place(problem, items, budget)
-    least = replay(problem, synchronous(problem, items)).peak_bytes
+    least = replay(problem, Route.of(problem, items).synchronous()).peak_bytes
     assert line.peak_bytes <= max(budget, least)
     assert check(problem, line.steps).ok
     assert ops_of(line.steps) == tuple(item for item in items if isinstance(item, str))

@@ -43,10 +43,10 @@ Item = str | Fetch
 def place(problem: Problem, items: Sequence[Item], budget_bytes: int | None) -> Timeline:
     """The fastest schedule found of these ops and fetches, within the budget where that can be.
 
-    Without regard to time, the fewest bytes are those of `synchronous`; a schedule that needs no
-    more than the budget there is within it here.
+    Without regard to time, the fewest bytes are those of `Route.synchronous`; a schedule that needs
+    no more than the budget there is within it here.
     """
-    route = _Route.of(problem, items)
+    route = Route.of(problem, items)
     best = replay(problem, route.synchronous())
     if len(best.steps) == len(items):
         return best
@@ -61,11 +61,6 @@ def place(problem: Problem, items: Sequence[Item], budget_bytes: int | None) -> 
             best = line
         delays = _delays(line)
     return best
-
-
-def synchronous(problem: Problem, items: Sequence[Item]) -> tuple[Step, ...]:
-    """The schedule in which nothing runs beside a transfer: the one of fewest bytes."""
-    return _Route.of(problem, items).synchronous()
 
 
 def _grouped(pairs: Iterable[tuple[int, str]]) -> dict[int, list[str]]:
@@ -110,7 +105,7 @@ class _Coming:
 
 
 @dataclass
-class _Route:
+class Route:
     """The ops by position, and what leaves and comes between them."""
 
     problem: Problem
@@ -123,7 +118,7 @@ class _Route:
         self.copies, self.sizes = self.problem.copies, self.problem.bytes_of
 
     @staticmethod
-    def of(problem: Problem, items: Sequence[Item]) -> _Route:
+    def of(problem: Problem, items: Sequence[Item]) -> Route:
         ops = [item for item in items if isinstance(item, str)]
         leaving: dict[str, _Leaving] = {}
         coming: list[_Coming] = []
@@ -149,10 +144,13 @@ class _Route:
                     leaving[name].last = position
             position += 1
         rows = sorted(leaving.values(), key=lambda row: row.born)
-        return _Route(problem, ops, rows, coming)
+        return Route(problem, ops, rows, coming)
 
     def synchronous(self) -> tuple[Step, ...]:
-        """The ops with each transfer right after the last use before it, or before its reader."""
+        """The ops with each transfer right after the last use before it, or before its reader.
+
+        Nothing runs beside a transfer: it is the schedule of fewest bytes.
+        """
         leave = _grouped((row.last, row.value) for row in self.leaving)
         come = _grouped((row.need, row.value) for row in self.coming)
         out: list[Step] = []
