@@ -24,7 +24,7 @@ from fxremat.planner.local import greedy
 from fxremat.planner.moves.offload import items_of, least_bytes, movable, priced, rerun_costs
 from fxremat.planner.moves.transfers import place
 from fxremat.planner.plans import make_plan
-from fxremat.planner.solvers import Solver, SolverOptions
+from fxremat.planner.solvers import SolverOptions
 
 NAME = "poet"
 RATIOS = (math.inf, 4.0, 1.5, 1.0, 0.5, 0.0)
@@ -58,14 +58,13 @@ def solve(
     budget_bytes: int | None,
     options: SolverOptions,
     energy: Energy | None = None,
-    inner: Solver = greedy.solve,
 ) -> Plan:
     """The plan of least energy found that keeps to budget and time; else the one nearest to it."""
     deadline, energy = Deadline(options.time_limit_s), energy or Energy()
     limit = math.inf if energy.most_time is None else energy.most_time * problem.base_time_us
     best: tuple[tuple[float, float, float], Timeline] | None = None
     for ratio in RATIOS if problem.copies is not None else RATIOS[:1]:
-        line = _schedule(problem, budget_bytes, options, energy, inner, ratio)
+        line = _schedule(problem, budget_bytes, options, energy, ratio)
         excess = 0 if budget_bytes is None else max(0, line.peak_bytes - budget_bytes)
         rank = (float(excess), max(0.0, line.time_us - limit), energy.of(line))
         cap = None if problem.copies is None else problem.copies.host_bytes
@@ -84,17 +83,16 @@ def solve(
 
 
 def _schedule(
-    problem: Problem, budget: int | None, options: SolverOptions, energy: Energy, inner: Solver,
-    ratio: float,
-) -> Timeline:  # fmt: skip
+    problem: Problem, budget: int | None, options: SolverOptions, energy: Energy, ratio: float
+) -> Timeline:
     """The schedule for one choice of what may move."""
     if problem.copies is None:
-        return replay(problem, inner(problem, budget, options).steps)
+        return replay(problem, greedy.solve(problem, budget, options).steps)
     ops = tuple(replace(op, time_us=op.time_us * energy.watts) for op in problem.ops)
     question = replace(problem, ops=ops)
     price = 2 * energy.nj_per_byte / 1000
     can, again = movable(problem), rerun_costs(question)
     moved = {name for name, size in can.items() if again[name] >= ratio * price * size}
     moved = set() if ratio == math.inf else moved
-    answer = inner(priced(question, moved, price, recompute=True), budget, options)
+    answer = greedy.solve(priced(question, moved, price, recompute=True), budget, options)
     return place(problem, items_of(problem, answer.ops), budget)
