@@ -12,6 +12,7 @@ from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
 from fxremat.core.schedule import store_all
 from fxremat.core.timeline import replay
+from fxremat.planner.plans import not_beaten
 from fxremat.sizes import GIB, UNITS, exact_bytes, format_bytes
 
 WIDTH, HEIGHT = 640, 440
@@ -317,11 +318,8 @@ def _point(peak_bytes: int, time_us: float, base_time_us: float) -> Point:
 
 def undominated(points: Iterable[Point]) -> tuple[Point, ...]:
     """The points that no other one beats, fastest first."""
-    kept: list[Point] = []
-    for point in sorted(points, key=lambda p: (p.time_us, p.peak_bytes)):
-        if not kept or point.peak_bytes < kept[-1].peak_bytes:
-            kept.append(point)
-    return tuple(kept)
+    offered = list(points)
+    return tuple(offered[k] for k in not_beaten([(p.time_us, p.peak_bytes) for p in offered]))
 
 
 def front_of(
