@@ -9,6 +9,7 @@ over a range of sizes, a polynomial lies below another one wherever all its coef
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -70,14 +71,13 @@ class PeakExpression:
     def largest(self, what: str, budget_bytes: int, others: Sizes | None = None) -> int:
         """The largest size of ``what`` whose peak is within a budget; 0 where none is."""
         one = next(each for each in self.ranges if each.name == what)
-        fits, over = one.low - 1, one.high + 1
-        while over - fits > 1:
-            middle = (fits + over) // 2
-            if self.at({**(others or {}), what: middle}) <= budget_bytes:
-                fits = middle
-            else:
-                over = middle
-        return fits if fits >= one.low else 0
+        sizes = range(one.low, one.high + 1)
+
+        def peak(size: int) -> int:
+            return self.at({**(others or {}), what: size})
+
+        fitting = bisect_right(sizes, budget_bytes, key=peak)
+        return sizes[fitting - 1] if fitting else 0
 
     def __str__(self) -> str:
         sizes = ", ".join(f"{one.low} <= {one.name} <= {one.high}" for one in self.ranges)
