@@ -41,7 +41,7 @@ ARGS = (GRADIENT, IMAGE, WEIGHT, [8], ONES, ONES, ONES, False, NONE, 1, [True, T
 @pytest.fixture(autouse=True)
 def _own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fxremat.cost.workspaces.cache_directory", lambda: str(tmp_path))
-    monkeypatch.setattr(workspaces, "_TOLD", set())
+    workspaces._tell_once.cache_clear()
 
 
 def test_a_convolutions_backward_is_measured() -> None:

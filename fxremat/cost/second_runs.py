@@ -16,6 +16,7 @@ random numbers for some contents of its inputs only would not be seen.
 from __future__ import annotations
 
 import logging
+from functools import cache
 from typing import Any
 
 import torch
@@ -38,7 +39,6 @@ _CONSTANTS = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 _TRIED: dict[tuple[Any, str], bool | None] = {}
 """Whether two runs of a call gave the same; None: it could not be tried."""
-_TOLD: set[str] = set()
 
 
 def mark_functions(graph: fx.Graph, device: torch.device, *, here: bool) -> None:
@@ -108,10 +108,9 @@ def _equal(one: Any, other: Any) -> bool:
     return torch.equal(one, other)
 
 
+@cache
 def _tell_once(name: str) -> None:
-    if name not in _TOLD:
-        _TOLD.add(name)
-        log.warning(
-            "%s runs once, as it could not be tried whether it gives the same again. If it does, "
-            "options={'repeatable': ['%s']} may lower the least", name, name,
-        )  # fmt: skip
+    log.warning(
+        "%s runs once, as it could not be tried whether it gives the same again. If it does, "
+        "options={'repeatable': ['%s']} may lower the least", name, name,
+    )  # fmt: skip

@@ -14,6 +14,7 @@ with the batch. Such an estimate, and a call that cannot be run at all, is told 
 from __future__ import annotations
 
 import logging
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,6 @@ _ESTIMATE = "estimate of "
 _NO_ROOM = "not enough memory to run it and see how much scratch memory it needs"
 _RESERVE = "The option `reserve` can hold back what it needs beyond that."
 _NO_CPU_MEMORY = "DefaultCPUAllocator: can't allocate memory"
-_TOLD: set[str] = set()
 
 
 def _may_have_workspace(target: object) -> bool:
@@ -219,8 +219,7 @@ def _batch_of(target: Any, args: Any, kwargs: Any) -> int:
     return 1
 
 
+@cache
 def _tell_once(text: str) -> None:
     """A warning in the log, once in a process."""
-    if text not in _TOLD:
-        _TOLD.add(text)
-        log.warning("%s", text)
+    log.warning("%s", text)
