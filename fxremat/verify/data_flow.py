@@ -13,7 +13,7 @@ of a call of ``rows`` are no part of what it computes; its results have to lie a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,6 +65,8 @@ class Numbering:
 
     waits: frozenset[Any] = _WAITS
     """Calls that compute nothing, and say that something has arrived."""
+    reading: type[ReadGraph] = ReadGraph
+    """What a reading gives."""
 
     def __init__(self, mutated: frozenset[str]) -> None:
         self.mutated = mutated
@@ -72,10 +74,6 @@ class Numbering:
 
     def number(self, key: Any) -> int:
         return self.numbers.setdefault(key, len(self.numbers))
-
-    def begin(self) -> ReadGraph:
-        """What a reading starts with."""
-        return ReadGraph()
 
     def only_moves(self, node: fx.Node) -> bool:
         """Whether the call gives what it was given, elsewhere."""
@@ -89,7 +87,7 @@ class Numbering:
         self, graph: fx.Graph, given: Mapping[fx.Node, tuple[int, int | None]] | None = None
     ) -> ReadGraph:
         """Number every node; ``given`` are inputs whose number, and last write, are known."""
-        found, known = self.begin(), given or {}
+        found, known = self.reading(), given or {}
         mutated = frozenset(
             n for n in graph.nodes if n.op == "placeholder" and n.name in self.mutated
         )
@@ -179,13 +177,18 @@ def check_data_flow(original: fx.Graph, rewritten: fx.Graph, mutated: Iterable[s
     """Raise `VerificationFailed` unless both graphs compute the same results."""
     numbering = Numbering(frozenset(mutated))
     before, after = numbering.read(original), numbering.read(rewritten)
-    if sorted(before.once) != sorted(after.once):
-        changed = sorted(set(before.once) ^ set(after.once)) or after.once
-        raise VerificationFailed("run once", f"calls that must run exactly once: {changed[:5]}")
+    _same_calls("run once", before.once, after.once)
     pairs = zip(results_of(original), results_of(rewritten), strict=True)
     for index, (old, new) in enumerate(pairs):
         if before.number(old) != after.number(new):
             raise VerificationFailed("data flow", f"result {index} is computed differently")
+
+
+def _same_calls(what: str, before: Sequence[str], after: Sequence[str]) -> None:
+    """Raise `VerificationFailed` unless the calls that run only once are the same."""
+    if sorted(before) != sorted(after):
+        changed = sorted({*before} ^ {*after}) or [*after]
+        raise VerificationFailed(what, f"calls that must run exactly once: {changed[:5]}")
 
 
 def _runs(graph: fx.Graph) -> set[str]:
@@ -239,9 +242,7 @@ def check_halves(
         if one != other:
             half = "forward" if index < num_forward_outputs else "backward"
             raise VerificationFailed("halves", f"result {index}, of the {half}, is another")
-    if sorted(whole.once) != sorted([*first.once, *second.once]):
-        changed = sorted({*whole.once} ^ {*first.once, *second.once}) or whole.once
-        raise VerificationFailed("halves", f"calls that must run exactly once: {changed[:5]}")
+    _same_calls("halves", whole.once, [*first.once, *second.once])
     check_rows(forward)
     check_rows(backward)
 

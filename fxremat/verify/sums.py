@@ -77,14 +77,12 @@ class SumNumbering(Numbering):
     The latter are clones of inputs that the step writes, taken before it does.
     """
 
+    reading = ReadSums
+
     def __init__(self, mutated: frozenset[str], *, sums: bool, clones: bool) -> None:
         super().__init__(mutated)
         self.sums, self.clones = sums, clones
         self.elements_of: dict[int, Elements] = {}
-
-    def begin(self) -> ReadSums:
-        """Nothing seen yet."""
-        return ReadSums()
 
     def only_moves(self, node: fx.Node) -> bool:
         """What is fetched is not what lies in host memory, and what is put is seen below."""
