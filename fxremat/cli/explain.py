@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from fxremat.cli.arguments import Commands, naming, read_front, read_report
-from fxremat.cli.step import add_plan, add_step, explained, planned_for, step_of
+from fxremat.cli.step import add_plan, add_step, explained, is_config, planned_for, step_of
 
 if TYPE_CHECKING:
     from fxremat.report.report import Report
@@ -39,8 +39,6 @@ def add(commands: Commands) -> None:
 
 def reports_of(given: argparse.Namespace) -> Sequence[Report]:
     """Those in the files that are given, or of the step that is planned now."""
-    from fxremat.cli.step import is_config
-
     first = given.step[0]
     if len(given.step) > 1 or (first.endswith(".json") and not is_config(first)):
         return [read_report(path) for path in given.step]

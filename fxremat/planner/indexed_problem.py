@@ -121,10 +121,6 @@ def live_bytes(spans: Iterable[tuple[int, int, int]], count: int) -> list[int]:
     return list(accumulate(change[:count]))
 
 
-def _unique(items: Iterable[int]) -> tuple[int, ...]:
-    return tuple(dict.fromkeys(items))
-
-
 def build_model(problem: Problem) -> IndexedProblem:
     """Index the ops and the values that are not resident."""
     resident = set(problem.resident)
@@ -141,8 +137,8 @@ def build_model(problem: Problem) -> IndexedProblem:
         time=[op.time_us for op in problem.ops],
         workspace=[op.workspace_bytes for op in problem.ops],
         repeatable=[op.repeatable for op in problem.ops],
-        reads=[_unique(index[r] for r in op.reads if r in index) for op in problem.ops],
-        writes=[_unique(index[w] for w in op.writes) for op in problem.ops],
+        reads=[tuple({index[r]: None for r in op.reads if r in index}) for op in problem.ops],
+        writes=[tuple({index[w]: None for w in op.writes}) for op in problem.ops],
         inplace=[
             tuple((index[r], index[w]) for r, w in op.inplace if r in index and r not in outputs)
             for op in problem.ops

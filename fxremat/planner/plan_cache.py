@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -87,12 +87,7 @@ def digest(problem: Problem) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-@cache
-def _highspy_version() -> str:
-    try:
-        return importlib.metadata.version("highspy")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
+_highspy_version = cache(partial(importlib.metadata.version, "highspy"))
 
 
 def _is_complete(plan: Plan, seconds: float, options: SolverOptions) -> bool:
