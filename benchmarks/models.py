@@ -35,170 +35,86 @@ def _config(network: Callable[..., Network], batch: int, **arguments: Any) -> Co
     return Config(network, batch, arguments)
 
 
+def _regnet(
+    batch: int, blocks: tuple[int, ...], widths: tuple[int, ...], group_width: int, **images: int
+) -> Config:
+    return _config(RegNet, batch, blocks=blocks, widths=widths, group_width=group_width, **images)
+
+
 MOBILENET_V2 = (
     (1, 16, 1, 1), (6, 24, 2, 2), (6, 32, 3, 2), (6, 64, 4, 2),
     (6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1),
 )  # fmt: skip
 """Of each stage as published: expansion, channels, blocks and the stride of the first."""
 
+_TEXT = {"width": 128, "heads": 4, "length": 128, "vocabulary": 1000}
+_LLAMA = {**_TEXT, "kv_heads": 2, "hidden": 384}
+_WIDE_LLAMA = {"width": 256, "heads": 8, "kv_heads": 4, "hidden": 768, "vocabulary": 1000}
+_PATCHES = {"width": 128, "resolution": 64, "patch": 8, "classes": 100}
+_SMALL_IMAGES = {"resolution": 128, "classes": 100}
+_IMAGENET = {"resolution": 224, "classes": 1000}
+_WHOLE_MOBILENET: dict[str, Any] = {"stages": MOBILENET_V2, "stem": 32, "last": 1280, **_IMAGENET}
+
 MODELS: dict[str, dict[str, Config]] = {
     "gpt": {
-        "small": _config(GPT, 8, layers=4, width=128, heads=4, length=128, vocabulary=1000),
-        "deep": _config(GPT, 4, layers=24, width=128, heads=4, length=128, vocabulary=1000),
+        "small": _config(GPT, 8, layers=4, **_TEXT),
+        "deep": _config(GPT, 4, layers=24, **_TEXT),
         "base": _config(GPT, 16, layers=12, width=768, heads=12, length=1024, vocabulary=50304),
         "gpu": _config(GPT, 16, layers=24, width=2048, heads=16, length=2048, vocabulary=50304),
     },
     "bert": {
-        "small": _config(BERT, 8, layers=4, width=128, heads=4, length=128, vocabulary=1000),
-        "deep": _config(BERT, 4, layers=16, width=128, heads=4, length=128, vocabulary=1000),
+        "small": _config(BERT, 8, layers=4, **_TEXT),
+        "deep": _config(BERT, 4, layers=16, **_TEXT),
         "base": _config(BERT, 32, layers=12, width=768, heads=12, length=512, vocabulary=30522),
         "gpu": _config(BERT, 64, layers=24, width=1024, heads=16, length=512, vocabulary=30522),
     },
     "llama": {
-        "small": _config(
-            Llama,
-            8,
-            layers=4,
-            width=128,
-            heads=4,
-            kv_heads=2,
-            hidden=384,
-            length=128,
-            vocabulary=1000,
-        ),
-        "deep": _config(
-            Llama,
-            4,
-            layers=16,
-            width=128,
-            heads=4,
-            kv_heads=2,
-            hidden=384,
-            length=128,
-            vocabulary=1000,
-        ),
+        "small": _config(Llama, 8, layers=4, **_LLAMA),
+        "deep": _config(Llama, 4, layers=16, **_LLAMA),
         "base": _config(
-            Llama,
-            8,
-            layers=12,
-            width=1024,
-            heads=16,
-            kv_heads=4,
-            hidden=2816,
-            length=2048,
+            Llama, 8, layers=12, width=1024, heads=16, kv_heads=4, hidden=2816, length=2048,
             vocabulary=32000,
         ),
         "gpu": _config(
-            Llama,
-            8,
-            layers=16,
-            width=2048,
-            heads=32,
-            kv_heads=8,
-            hidden=8192,
-            length=4096,
+            Llama, 8, layers=16, width=2048, heads=32, kv_heads=8, hidden=8192, length=4096,
             vocabulary=32000,
         ),
     },
     "vit": {
-        "small": _config(
-            ViT, 16, layers=4, width=128, heads=4, resolution=64, patch=8, classes=100
-        ),
-        "deep": _config(ViT, 8, layers=20, width=128, heads=4, resolution=64, patch=8, classes=100),
-        "base": _config(
-            ViT, 128, layers=12, width=768, heads=12, resolution=224, patch=16, classes=1000
-        ),
-        "gpu": _config(
-            ViT, 256, layers=24, width=1024, heads=16, resolution=224, patch=16, classes=1000
-        ),
+        "small": _config(ViT, 16, layers=4, heads=4, **_PATCHES),
+        "deep": _config(ViT, 8, layers=20, heads=4, **_PATCHES),
+        "base": _config(ViT, 128, layers=12, width=768, heads=12, patch=16, **_IMAGENET),
+        "gpu": _config(ViT, 256, layers=24, width=1024, heads=16, patch=16, **_IMAGENET),
     },
     "resnet": {
-        "small": _config(ResNet, 16, blocks=(1, 1, 1, 1), width=16, resolution=128, classes=100),
-        "deep": _config(ResNet, 8, blocks=(3, 4, 6, 3), width=16, resolution=128, classes=100),
-        "base": _config(ResNet, 128, blocks=(3, 4, 6, 3), width=64, resolution=224, classes=1000),
-        "gpu": _config(ResNet, 768, blocks=(3, 4, 6, 3), width=64, resolution=224, classes=1000),
+        "small": _config(ResNet, 16, blocks=(1, 1, 1, 1), width=16, **_SMALL_IMAGES),
+        "deep": _config(ResNet, 8, blocks=(3, 4, 6, 3), width=16, **_SMALL_IMAGES),
+        "base": _config(ResNet, 128, blocks=(3, 4, 6, 3), width=64, **_IMAGENET),
+        "gpu": _config(ResNet, 768, blocks=(3, 4, 6, 3), width=64, **_IMAGENET),
     },
     "regnet": {
-        "small": _config(
-            RegNet,
-            16,
-            blocks=(1, 1, 2, 1),
-            widths=(32, 64, 128, 256),
-            group_width=16,
-            resolution=128,
-            classes=100,
-        ),
-        "deep": _config(
-            RegNet,
-            8,
-            blocks=(2, 5, 14, 2),
-            widths=(32, 64, 128, 256),
-            group_width=16,
-            resolution=128,
-            classes=100,
-        ),
-        "base": _config(
-            RegNet,
-            128,
-            blocks=(2, 4, 10, 2),
-            widths=(72, 168, 408, 912),
-            group_width=24,
-            resolution=224,
-            classes=1000,
-        ),
-        "gpu": _config(
-            RegNet,
-            256,
-            blocks=(2, 5, 14, 2),
-            widths=(224, 448, 1232, 3024),
-            group_width=112,
-            resolution=224,
-            classes=1000,
-        ),
+        "small": _regnet(16, (1, 1, 2, 1), (32, 64, 128, 256), 16, **_SMALL_IMAGES),
+        "deep": _regnet(8, (2, 5, 14, 2), (32, 64, 128, 256), 16, **_SMALL_IMAGES),
+        "base": _regnet(128, (2, 4, 10, 2), (72, 168, 408, 912), 24, **_IMAGENET),
+        "gpu": _regnet(256, (2, 5, 14, 2), (224, 448, 1232, 3024), 112, **_IMAGENET),
     },
     "mobilenet": {
         "small": _config(
-            MobileNetV2,
-            16,
-            stages=((1, 16, 1, 1), (6, 24, 1, 2), (6, 32, 2, 2)),
-            stem=16,
-            last=128,
-            resolution=128,
-            classes=100,
+            MobileNetV2, 16, stages=((1, 16, 1, 1), (6, 24, 1, 2), (6, 32, 2, 2)), stem=16,
+            last=128, **_SMALL_IMAGES,
         ),
         "deep": _config(
-            MobileNetV2,
-            8,
-            stages=tuple((t, c // 2, n, s) for t, c, n, s in MOBILENET_V2),
-            stem=16,
-            last=640,
-            resolution=128,
-            classes=100,
+            MobileNetV2, 8, stages=tuple((t, c // 2, n, s) for t, c, n, s in MOBILENET_V2),
+            stem=16, last=640, **_SMALL_IMAGES,
         ),
-        "base": _config(
-            MobileNetV2,
-            128,
-            stages=MOBILENET_V2,
-            stem=32,
-            last=1280,
-            resolution=224,
-            classes=1000,
-        ),
-        "gpu": _config(
-            MobileNetV2,
-            768,
-            stages=MOBILENET_V2,
-            stem=32,
-            last=1280,
-            resolution=224,
-            classes=1000,
-        ),
+        "base": _config(MobileNetV2, 128, **_WHOLE_MOBILENET),
+        "gpu": _config(MobileNetV2, 768, **_WHOLE_MOBILENET),
     },
     "vgg": {
         "small": _config(VGG, 16, stages=(1, 1, 2), width=16, resolution=64, classes=100),
         "deep": _config(VGG, 8, stages=(2, 2, 3, 3, 3), width=16, resolution=64, classes=100),
-        "base": _config(VGG, 64, stages=(2, 2, 3, 3, 3), width=64, resolution=224, classes=1000),
-        "gpu": _config(VGG, 176, stages=(2, 2, 3, 3, 3), width=64, resolution=224, classes=1000),
+        "base": _config(VGG, 64, stages=(2, 2, 3, 3, 3), width=64, **_IMAGENET),
+        "gpu": _config(VGG, 176, stages=(2, 2, 3, 3, 3), width=64, **_IMAGENET),
     },
     "unet": {
         "small": _config(UNet, 8, levels=3, width=16, resolution=64, classes=8),
@@ -207,12 +123,8 @@ MODELS: dict[str, dict[str, Config]] = {
         "gpu": _config(UNet, 64, levels=4, width=64, resolution=256, classes=21),
     },
     "encdec": {
-        "small": _config(
-            EncoderDecoder, 8, layers=2, width=128, heads=4, length=128, vocabulary=1000
-        ),
-        "deep": _config(
-            EncoderDecoder, 4, layers=8, width=128, heads=4, length=128, vocabulary=1000
-        ),
+        "small": _config(EncoderDecoder, 8, layers=2, **_TEXT),
+        "deep": _config(EncoderDecoder, 4, layers=8, **_TEXT),
         "base": _config(
             EncoderDecoder, 32, layers=6, width=512, heads=8, length=512, vocabulary=32128
         ),
@@ -221,10 +133,10 @@ MODELS: dict[str, dict[str, Config]] = {
         ),
     },
     "mixer": {
-        "small": _config(Mixer, 16, layers=4, width=128, resolution=64, patch=8, classes=100),
-        "deep": _config(Mixer, 8, layers=20, width=128, resolution=64, patch=8, classes=100),
-        "base": _config(Mixer, 128, layers=12, width=768, resolution=224, patch=16, classes=1000),
-        "gpu": _config(Mixer, 256, layers=24, width=1024, resolution=224, patch=16, classes=1000),
+        "small": _config(Mixer, 16, layers=4, **_PATCHES),
+        "deep": _config(Mixer, 8, layers=20, **_PATCHES),
+        "base": _config(Mixer, 128, layers=12, width=768, patch=16, **_IMAGENET),
+        "gpu": _config(Mixer, 256, layers=24, width=1024, patch=16, **_IMAGENET),
     },
     "lstm": {
         "small": _config(LSTM, 256, layers=2, width=128, length=16, segment=4, vocabulary=500),
@@ -233,12 +145,8 @@ MODELS: dict[str, dict[str, Config]] = {
         "gpu": _config(LSTM, 2048, layers=4, width=1024, length=64, segment=8, vocabulary=8192),
     },
     "dropout": {
-        "small": _config(
-            GPT, 8, layers=4, width=128, heads=4, length=128, vocabulary=1000, dropout=0.1
-        ),
-        "deep": _config(
-            GPT, 4, layers=16, width=128, heads=4, length=128, vocabulary=1000, dropout=0.1
-        ),
+        "small": _config(GPT, 8, layers=4, dropout=0.1, **_TEXT),
+        "deep": _config(GPT, 4, layers=16, dropout=0.1, **_TEXT),
         "base": _config(
             GPT, 16, layers=12, width=768, heads=12, length=1024, vocabulary=50304, dropout=0.1
         ),
@@ -246,57 +154,25 @@ MODELS: dict[str, dict[str, Config]] = {
             GPT, 16, layers=24, width=1024, heads=16, length=1024, vocabulary=50304, dropout=0.1
         ),
     },
-    "resnet50": {
-        "exact": _config(ResNet, 64, blocks=(3, 4, 6, 3), width=64, resolution=224, classes=1000),
-    },
-    "vgg16": {
-        "exact": _config(VGG, 16, stages=(2, 2, 3, 3, 3), width=64, resolution=224, classes=1000),
-    },
-    "gpt16": {
-        "exact": _config(GPT, 8, layers=16, width=128, heads=4, length=128, vocabulary=1000),
-    },
-    "gpt48": {
-        "exact": _config(GPT, 4, layers=48, width=128, heads=4, length=128, vocabulary=1000),
-    },
-    "llama32": {
-        "exact": _config(
-            Llama,
-            4,
-            layers=32,
-            width=256,
-            heads=8,
-            kv_heads=4,
-            hidden=768,
-            length=128,
-            vocabulary=1000,
-        ),
-    },
+    "resnet50": {"exact": _config(ResNet, 64, blocks=(3, 4, 6, 3), width=64, **_IMAGENET)},
+    "vgg16": {"exact": _config(VGG, 16, stages=(2, 2, 3, 3, 3), width=64, **_IMAGENET)},
+    "gpt16": {"exact": _config(GPT, 8, layers=16, **_TEXT)},
+    "gpt48": {"exact": _config(GPT, 4, layers=48, **_TEXT)},
+    "llama32": {"exact": _config(Llama, 4, layers=32, length=128, **_WIDE_LLAMA)},
     "gpt50k": {
         "exact": _config(GPT, 8, layers=4, width=256, heads=4, length=256, vocabulary=50257),
     },
     "gpt12": {
         "exact": _config(GPT, 8, layers=12, width=256, heads=4, length=256, vocabulary=1000),
     },
-    "llama8": {
-        "exact": _config(
-            Llama,
-            8,
-            layers=8,
-            width=256,
-            heads=8,
-            kv_heads=4,
-            hidden=768,
-            length=256,
-            vocabulary=1000,
-        ),
-    },
+    "llama8": {"exact": _config(Llama, 8, layers=8, length=256, **_WIDE_LLAMA)},
     "bert6": {
         "exact": _config(BERT, 8, layers=6, width=256, heads=4, length=256, vocabulary=1000),
     },
     "gpt6": {
         "exact": _config(GPT, 8, layers=6, width=256, heads=4, length=256, vocabulary=1000),
     },
-}
+}  # fmt: skip
 
 
 def find_config(name: str, size: str = "small") -> Config:
