@@ -21,7 +21,7 @@ import torch
 import fxremat
 from fxremat import planner
 from fxremat.cli import main
-from fxremat.cli.arguments import Budget, read_budget
+from fxremat.cli.arguments import read_budget
 from fxremat.cli.solve import ProgressLine
 from fxremat.core.check import check
 from fxremat.core.plan import Plan
@@ -183,10 +183,10 @@ def test_ctrl_c_outside_of_solving(
 
 
 def test_budgets() -> None:
-    assert read_budget("8GiB") == Budget(bytes=8 * 2**30)
-    assert read_budget(" 1048576 ") == Budget(bytes=2**20)
-    assert read_budget("62.5%").bytes_for(phased_chain(8)) == int(STORE_ALL * 0.625)
-    assert read_budget("200%").bytes_for(phased_chain(8)) == 2 * STORE_ALL
+    assert read_budget("8GiB")(phased_chain(8)) == 8 * 2**30
+    assert read_budget(" 1048576 ")(phased_chain(8)) == 2**20
+    assert read_budget("62.5%")(phased_chain(8)) == int(STORE_ALL * 0.625)
+    assert read_budget("200%")(phased_chain(8)) == 2 * STORE_ALL
     assert replay(phased_chain(8), phased_chain(8).base_steps()).peak_bytes == STORE_ALL
 
 

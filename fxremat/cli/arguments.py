@@ -6,8 +6,8 @@ import argparse
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -34,19 +34,8 @@ class UsageError(Exception):
     """Something given on the command line is wrong; the message is one line."""
 
 
-@dataclass(frozen=True)
-class Budget:
-    """Bytes at most, or a percentage of the peak of running every op once, in base order."""
-
-    bytes: int | None = None
-    percent: float | None = None
-
-    def bytes_for(self, problem: Problem) -> int:
-        """The budget as a number of bytes."""
-        if self.percent is None:
-            assert self.bytes is not None
-            return self.bytes
-        return int(store_all_peak(problem) * self.percent / 100)
+Budget = Callable[[Problem], int]
+"""Gives the bytes for a problem."""
 
 
 def store_all_peak(problem: Problem) -> int:
@@ -55,23 +44,18 @@ def store_all_peak(problem: Problem) -> int:
 
 
 def read_budget(text: str) -> Budget:
-    """``8589934592``, ``8GiB`` or ``80%``."""
-    refused = argparse.ArgumentTypeError(
+    """``8589934592``, ``8GiB`` or ``80%``: of the peak of running every op once, in base order."""
+    with suppress(ValueError):
+        if text.strip().endswith("%"):
+            percent = float(text.strip().removesuffix("%"))
+            if 0 < percent < math.inf:
+                return lambda problem: int(store_all_peak(problem) * percent / 100)
+        elif (nbytes := parse_bytes(text)) > 0:
+            return lambda problem: nbytes
+    raise argparse.ArgumentTypeError(
         f"{text!r} is no budget; write bytes ('1048576'), a size ('8GiB') or a percentage of the "
         "store-all peak above 0% ('80%')"
     )
-    try:
-        if text.strip().endswith("%"):
-            percent = float(text.strip().removesuffix("%"))
-            if not 0 < percent < math.inf:
-                raise refused
-            return Budget(percent=percent)
-        nbytes = parse_bytes(text)
-    except ValueError as error:
-        raise refused from error
-    if nbytes <= 0:
-        raise refused
-    return Budget(bytes=nbytes)
 
 
 def read_solver(text: str) -> str:

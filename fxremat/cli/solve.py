@@ -132,7 +132,7 @@ def add(commands: Commands) -> None:
 def run_solve(given: argparse.Namespace) -> int:
     """Solve, print, write."""
     problem = with_copies(read_problem(given.problem), given)
-    budget = given.budget.bytes_for(problem)
+    budget = given.budget(problem)
     best = "the best plan found"
     with on_terminal(problem.base_time_us, given.time_limit, best) as options:
         plan = solve(problem, budget, given.solver, options)
@@ -194,7 +194,7 @@ def run_check(given: argparse.Namespace) -> int:
     """Check the plan and print the verdict."""
     problem = with_copies(read_problem(given.problem), given)
     steps, variants = read_plan(given.plan)
-    budget = None if given.budget is None else given.budget.bytes_for(problem)
+    budget = None if given.budget is None else given.budget(problem)
     try:
         left = take(problem, variants)
     except KeyError as error:
@@ -207,7 +207,7 @@ def run_check(given: argparse.Namespace) -> int:
 def run_pareto(given: argparse.Namespace) -> int:
     """Find the front, print, write and draw it."""
     problem = read_problem(given.problem)
-    budget = None if given.budget is None else given.budget.bytes_for(problem)
+    budget = None if given.budget is None else given.budget(problem)
     with on_terminal(problem.base_time_us, given.time_limit, "what was found") as options:
         plans = front(problem, options)
     found = front_of(problem, plans, budget_bytes=budget)
