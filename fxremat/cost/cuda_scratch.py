@@ -251,14 +251,12 @@ class CudaScratch:
         return self.of_call(node.target, args, kwargs)
 
     def of_call(self, target: Any, args: Any, kwargs: Any) -> int:
-        if target in kernels.WORKSPACES:
-            return kernels.WORKSPACES[target](*args, **kwargs, measure=self.of_call)
         return sum(self.blocks_of_call(target, args, kwargs))
 
     def blocks_of_call(self, target: Any, args: Any, kwargs: Any) -> Blocks:
         """The same as blocks that live together."""
         if target in kernels.WORKSPACES:
-            return (self.of_call(target, args, kwargs),)
+            return (kernels.WORKSPACES[target](*args, **kwargs, measure=self.of_call),)
         return known_blocks(target, args, kwargs, self.card) or ()
 
 
