@@ -21,7 +21,7 @@ from fxremat.planner import SOLVERS, SolverOptions, auto, front, solve
 from fxremat.planner.indexed_problem import build_model, peak_bound
 from fxremat.planner.local import greedy
 from fxremat.planner.local.editable_schedule import EditableSchedule
-from fxremat.planner.local.stage_schedule import StageSchedule
+from fxremat.planner.local.stage_schedule import StageSchedule, steps_of
 from fxremat.planner.published import rotor
 from fxremat.planner.published.chain import NotAChain
 from tests import brute
@@ -297,7 +297,7 @@ def test_outputs_and_non_repeatable_values_count_while_others_run() -> None:
 
 def agree(problem: Problem, state: StageSchedule) -> None:
     """Peak of every stage and time are those of a replay."""
-    line = replay(problem, state.model.names(state.steps()))
+    line = replay(problem, state.model.names(steps_of(state.model.n, state.all_extra())))
     assert state.max_peak() == line.peak_bytes
     assert state.time == pytest.approx(line.time_us)
     step = 0

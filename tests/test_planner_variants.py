@@ -19,7 +19,7 @@ from fxremat.planner import SOLVERS, solve
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.indexed_problem import build_model
 from fxremat.planner.local import greedy
-from fxremat.planner.local.stage_schedule import StageSchedule
+from fxremat.planner.local.stage_schedule import StageSchedule, steps_of
 from fxremat.planner.milp import moments
 from fxremat.planner.milp.highs import Milp
 from fxremat.planner.milp.relaxation import Relaxation, extra_runs_for
@@ -296,7 +296,7 @@ def test_whatever_is_held_the_schedule_is_possible(problem: Problem, data: st.Da
     stages = st.integers(0, model.n - 1)
     values = st.sets(st.integers(0, max(0, len(model.bytes) - 1)))
     held = data.draw(st.dictionaries(stages, values, max_size=3))
-    steps = model.names(StageSchedule(model, extra_runs_for(model, held)).steps())
+    steps = model.names(steps_of(model.n, extra_runs_for(model, held)))
     assert check(problem, steps).ok
 
 

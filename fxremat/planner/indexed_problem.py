@@ -68,7 +68,7 @@ class IndexedProblem:
     @cached_property
     def written_bytes(self) -> list[int]:
         """What an op writes."""
-        return [sum(self.bytes[value] for value in values) for values in self.writes]
+        return [self.size_of(values) for values in self.writes]
 
     @cached_property
     def time_per_byte(self) -> list[float]:
@@ -105,6 +105,14 @@ class IndexedProblem:
                 begins.remove(write)
                 saved += min(self.bytes[read], self.bytes[write])
         return saved
+
+    def size_of(self, values: Iterable[int]) -> int:
+        """Bytes of the values together."""
+        return sum(self.bytes[value] for value in values)
+
+    def time_of(self, steps: Iterable[int]) -> float:
+        """Microseconds of the steps together."""
+        return sum(self.time[op] for op in steps)
 
     def names(self, steps: Iterable[int]) -> tuple[str, ...]:
         """Steps by op name."""

@@ -87,7 +87,7 @@ def _transitions(model: IndexedProblem, node: Node, op: int) -> Iterator[tuple[i
     now = held | {value for value in begins if not model.is_output[value]}
     kept = [v for v, keep in enumerate(model.is_output) if keep and model.writer[v] < done]
     full = model.problem.resident_bytes + model.workspace[op]
-    full += sum(model.bytes[value] for value in (*now, *kept))
+    full += model.size_of((*now, *kept))
     ends = [v for v in (*model.reads[op], *model.writes[op]) if v in now]
     if node[0] == 0:
         ends += [value for value in held if model.last_reads[value] < 0]

@@ -80,10 +80,6 @@ class StageSchedule:
         """Peak bytes of the schedule."""
         return int(_largest(self.peak)) if self.model.n else self.model.problem.resident_bytes
 
-    def steps(self) -> list[int]:
-        """The ops in the order they run."""
-        return [op for stage, again in enumerate(self.extra) for op in (*again, stage)]
-
     def all_extra(self) -> list[ExtraRun]:
         """Every extra run, by stage."""
         return [(op, stage) for stage, ops in enumerate(self.extra) for op in ops]
@@ -269,7 +265,7 @@ class ParetoFront:
 
     def add(self, peak: int, runs: list[ExtraRun]) -> None:
         """Keep a schedule, in stage form or not, unless another is as good in both."""
-        time = sum(self.model.time[op] for op in steps_of(self.model.n, runs))
+        time = self.model.time_of(steps_of(self.model.n, runs))
         self.insert(Entry(peak, time, np.array(runs, dtype=np.int32).reshape(-1, 2)))
 
     def insert(self, entry: Entry) -> None:

@@ -142,7 +142,7 @@ class Relaxation:
         """Bytes of resident values and of the outputs there are."""
         model = self.model
         there = (v for v, op in enumerate(model.writer) if model.is_output[v] and op <= stage)
-        return model.problem.resident_bytes + sum(model.bytes[value] for value in there), []
+        return model.problem.resident_bytes + model.size_of(there), []
 
     def _write_over(self, j: int) -> Affine:
         """Bytes that the first run may write over what it reads for the last time, at most.
@@ -230,7 +230,7 @@ class Relaxation:
             for read, write in model.inplace[op]:
                 size = min(model.bytes[read], model.bytes[write])
                 shared[write] = max(size, shared.get(write, 0))
-            size = model.workspace[op] + sum(model.bytes[value] for value in own)
+            size = model.workspace[op] + model.size_of(own)
             own_bytes = (size - sum(shared.values())) * per_byte
             terms = [(total, 1.0), (column, own_bytes), *outputs]
             terms += [(stays[v], -model.bytes[v] * per_byte) for v in touched if v in stays]

@@ -277,7 +277,7 @@ def _out_of_place(
             if block != home[value] and value != enters[block]:
                 (early if op < backward[home[value]].start else fixed).add(value)
     wrong = fixed | early
-    if sum(sizes[v] for v in wrong) > sum(sizes[v] for v in saved) / 2:
+    if model.size_of(wrong) > model.size_of(saved) / 2:
         name = model.value_names[max(wrong, key=lambda v: (sizes[v], v))]
         raise NotAChain(f"backward ops read {name} and others while another block's turn is on")
     return fixed, early - fixed
@@ -382,7 +382,7 @@ def block_costs(chain: Chain, options: Sequence[Sequence[Steps]]) -> tuple[Block
 def _block_cost(chain: Chain, block: Block, options: Sequence[Steps]) -> BlockCost:
     return BlockCost(
         enters=0 if block.enters is None else chain.model.bytes[block.enters],
-        early=_sum(chain, block.early),
+        early=chain.model.size_of(block.early),
         gap=chain.before[block.backward.start],
         first_unsaved=_run(chain, block, block.forward, block.left | block.early),
         rerun_unsaved=_again(chain, block, block.left),
@@ -395,8 +395,8 @@ def option_cost(chain: Chain, block: Block, option: Steps) -> OptionCost:
     saved = read_later(chain.model, option) & block.reach
     inside = saved & block.local
     return OptionCost(
-        held=_sum(chain, inside),
-        held_first=_sum(chain, inside | block.early),
+        held=chain.model.size_of(inside),
+        held_first=chain.model.size_of(inside | block.early),
         needs_enters=bool(saved - inside),
         holds_leaves=bool(saved & block.left),
         first=_run(chain, block, block.forward, inside | block.left | block.early),
@@ -415,14 +415,9 @@ def _run(
     chain: Chain, block: Block, steps: Iterable[int], keep: frozenset[int], positioned: bool = True
 ) -> BlockRun:
     ops = tuple(steps)
-    time = sum(chain.model.time[op] for op in ops)
     base = _base(chain, block, ops) if positioned else [(0, False)] * len(ops)
     apart, whole = (_worst(chain, ops, its, keep, base) for its in (block.local, block.reach))
-    return BlockRun(ops, time, apart, whole)
-
-
-def _sum(chain: Chain, values: Iterable[int]) -> int:
-    return sum(chain.model.bytes[value] for value in values)
+    return BlockRun(ops, chain.model.time_of(ops), apart, whole)
 
 
 Base = tuple[int, bool]

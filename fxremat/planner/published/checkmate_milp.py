@@ -154,7 +154,7 @@ class CheckmateMilp:
         over the values that stage t may change.
         """
         model = self.model
-        floor = model.problem.resident_bytes + sum(model.bytes[value] for value in model.inputs)
+        floor = model.problem.resident_bytes + model.size_of(model.inputs)
         found = [self.sum_of([(self.one, floor / self.byte_unit)])]
         for stage, values in enumerate(self.touched):
             terms: list[Term] = [(found[stage], 1.0)]

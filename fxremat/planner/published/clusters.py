@@ -148,7 +148,7 @@ class Level:
         model, clusters = self.model, range(len(self.clusters))
         options = [(c, o) for c in clusters for o in range(len(self.options[c]))]
         values = [Value(str(v), size) for v, size in enumerate(model.bytes) if self._crosses[v]]
-        values += [Value(f"save {c} {o}", self._bytes(self._saved(c, o))) for c, o in options]
+        values += [Value(f"save {c} {o}", model.size_of(self._saved(c, o))) for c, o in options]
         values += [Value(f"run {c}", 0) for c in clusters]
         forward = [op for c in clusters for op in self._forward(c)]
         backward = [self._backward(c, 0) for c in reversed(clusters) if self.options[c]]
@@ -192,7 +192,7 @@ class Level:
             name,
             self._named(reads),
             (*self._named(cluster.makes), name),
-            self._time(again),
+            self.model.time_of(again),
             self._workspace(cluster.forward, written, reads | written),
             phase="forward",
         )
@@ -205,12 +205,14 @@ class Level:
         name, saved = f"save {c} {o}", self._saved(c, o)
         again = self.again[name] = model.makers(cluster.forward, saved, cluster.own)
         reads = read_later(model, again)
-        space = most_alive(model, again, saved | reads) - self._bytes(reads) - self._bytes(saved)
+        space = (
+            most_alive(model, again, saved | reads) - model.size_of(reads) - model.size_of(saved)
+        )
         return Op(
             name,
             (*self._named(reads), f"run {c}"),
             (name,),
-            self._time(again),
+            self.model.time_of(again),
             max(0, space),
             phase="forward",
         )
@@ -228,8 +230,8 @@ class Level:
             f"back {c}",
             (*self._named(reads), f"save {c} {o}"),
             self._named(written),
-            self._time(steps),
-            max(0, space - self._bytes(self._saved(c, o))),
+            self.model.time_of(steps),
+            max(0, space - self.model.size_of(self._saved(c, o))),
             phase="backward",
             repeatable=False,
         )
@@ -254,13 +256,7 @@ class Level:
     def _saved(self, c: int, o: int) -> frozenset[int]:
         return read_later(self.model, self.options[c][o]) & self.clusters[c].local
 
-    def _bytes(self, values: Iterable[int]) -> int:
-        return sum(self.model.bytes[value] for value in values)
-
-    def _time(self, steps: Iterable[int]) -> float:
-        return sum(self.model.time[op] for op in steps)
-
     def _workspace(self, steps: Sequence[int], keep: set[int], seen: set[int]) -> int:
         """Bytes at the worst step beside those of the values that the level sees."""
         worst = most_alive(self.model, steps, frozenset(keep))
-        return max(0, worst - self._bytes(v for v in seen if self._crosses[v]))
+        return max(0, worst - self.model.size_of(v for v in seen if self._crosses[v]))

@@ -136,5 +136,5 @@ class Hierarchy:
 def _figures(part: Part, steps: Steps) -> tuple[float, ...]:
     """What a level above chooses an option by: bytes saved, time, the peak of the backward."""
     model = part.model
-    saved = sum(model.bytes[v] for v in read_later(model, steps) if model.evictable(v))
-    return saved, sum(model.time[op] for op in steps), most_alive(model, steps, frozenset())
+    saved = model.size_of(filter(model.evictable, read_later(model, steps)))
+    return saved, model.time_of(steps), most_alive(model, steps, frozenset())

@@ -96,9 +96,8 @@ class Part:
     ) -> Iterator[Steps]:
         """What evictions find for the part alone, with pauses that need up to all the values."""
         ops = (*self.forward, -1, *self.backward)
-        whole = sum(self.model.bytes[v] for v in values) + max(
-            self.model.own_bytes[op] for op in self.ops
-        )
+        own = max(self.model.own_bytes[op] for op in self.ops)
+        whole = self.model.size_of(values) + own
         for pause in constants.HALVES:
             if not deadline.running():
                 return
@@ -176,11 +175,11 @@ def backwards(
     Bytes are those of the given values and of its workspace; values in ``keep`` stay to the end. A
     copy is held while the next that happens to it is a read, as a replay counts it.
     """
-    sizes, live = model.bytes, set(keep & values)
-    total = sum(sizes[value] for value in live)
+    live = set(keep & values)
+    total = model.size_of(live)
     for op in reversed(steps):
         writes, reads = values.intersection(model.writes[op]), values.intersection(model.reads[op])
         gone = set(writes | reads) - live
-        yield op, model.workspace[op] + total + sum(sizes[value] for value in gone), gone
-        total += sum(sizes[v] for v in reads - live) - sum(sizes[v] for v in writes & live)
+        yield op, model.workspace[op] + total + model.size_of(gone), gone
+        total += model.size_of(reads - live) - model.size_of(writes & live)
         live = (live - writes) | reads

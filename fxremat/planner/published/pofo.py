@@ -201,7 +201,7 @@ class Sender:
         moves = self._moves(option, large[:most])
         for count in range(len(moves) + 1):
             for sent in combinations(sorted(moves), count):
-                nbytes = sum(sizes[value] for value in sent)
+                nbytes = self.chain.model.size_of(sent)
                 out = _queue([moves[value][0] for value in sent], option.first.time)
                 back = _queue([moves[value][1] for value in sent], option.backward.time)
                 kept = figures[-1] - nbytes
@@ -222,7 +222,7 @@ class Sender:
             backward.time,
             first.apart + enters if stored else first.whole,
             backward.apart + enters if x == PAID else backward.whole,
-            option.held_first + enters - sum(self.chain.model.bytes[value] for value in leaves),
+            option.held_first + enters - self.chain.model.size_of(leaves),
         )
 
     def _moves(self, option: OptionCost, values: Sequence[int]) -> dict[int, tuple[Wait, Wait]]:

@@ -88,7 +88,7 @@ def held_options(chain: Chain, block: Block, deadline: Deadline) -> Iterator[Ste
     """Options that hold fewer and fewer bytes, each value made again at most once."""
     backward = tuple(block.backward)
     saved = read_later(chain.model, backward) & block.reach
-    most = sum(chain.model.bytes[value] for value in saved)
+    most = chain.model.size_of(saved)
     for k in reversed(range(GRID)):
         kept = _held(chain, block, saved, most * k // GRID, deadline)
         if kept is not None:
