@@ -7,7 +7,6 @@ timed: every variant trains for 20 steps, and its losses and gradients are compa
 """
 
 import argparse
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 
 from .checking import agreement_table, check_case
+from .commands import parser_for, write_json
 from .machine import describe_machine, live_workers
 from .models import MODELS, SIZES
 from .picture import Point, draw, points_of
@@ -25,8 +25,7 @@ from .ways import VARIANTS, choose_variants
 
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser("python -m benchmarks", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = parser_for("benchmarks", __doc__)
     add = parser.add_argument
     add("--models", default="gpt", help=f"of {', '.join(MODELS)}; or all")
     add("--size", choices=SIZES, default="small")
@@ -100,8 +99,7 @@ def title(case: Case) -> str:
 
 def write(path: Path, result: dict[str, Any], panels: dict[str, list[Point]]) -> None:
     """The JSON file, and the picture beside it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    write_json(path, result)
     draw({name: points for name, points in panels.items() if points}, path.with_suffix(".svg"))
 
 

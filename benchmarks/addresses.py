@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -23,6 +22,7 @@ from fxremat.core.layout import Buffer
 
 from .address_shapes import SHAPES
 from .check_addresses import BadPlacement, check_placement, live_peak
+from .commands import parser_for, write_json
 from .placing import limits, place
 
 
@@ -116,8 +116,7 @@ def line(row: Row) -> str:
 
 def parse_arguments(given: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser("python -m benchmarks.addresses", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = parser_for("benchmarks.addresses", __doc__)
     add = parser.add_argument
     add("paths", type=Path, nargs="*", help="CSV files, or folders of them")
     add("--capacity", type=int, help="bytes; default: the number in the name of the file")
@@ -149,7 +148,7 @@ def main(given: Sequence[str] | None = None) -> int:
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         figures = [asdict(row) | {"ratio": row.ratio, "fits": row.fits} for row in rows]
-        options.out.write_text(json.dumps({"rows": figures}, indent=1) + "\n")
+        write_json(options.out, {"rows": figures})
     return int(any(row.failed for row in rows))
 
 

@@ -13,7 +13,6 @@ what a private pool for everything takes more by best fit after the best first s
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import json
 import statistics
@@ -38,6 +37,7 @@ from fxremat.memory.composed_steps import loop_of
 from fxremat.memory.layout import ALIGNMENT_BYTES, arrange, in_sequence, least_pool
 
 from .check_addresses import check_layout
+from .commands import parser_for
 from .rows import format_table, mib
 
 RESULTS = Path(__file__).parent / "results"
@@ -145,8 +145,7 @@ def most_alive(events: Sequence[Event]) -> int:
 
 def main(given: Sequence[str] | None = None) -> int:
     """Print a row for each step, and the median and the worst of what is unused."""
-    parser = argparse.ArgumentParser("python -m benchmarks.arena", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = parser_for("benchmarks.arena", __doc__)
     parser.parse_args(given)
     rows = [measured(name, run) for name, run in recorded_runs()]
     print(format_table([HEAD, *(row.cells() for row in rows)]))

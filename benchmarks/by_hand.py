@@ -16,7 +16,6 @@ the knob are wrong where a model has dropout: none of the eight models has any.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import comb
@@ -41,9 +40,10 @@ from fxremat.report.front import (
     svg,
 )
 
+from .commands import parser_for, write_json
 from .machine import describe_machine, live_workers
 from .models import MODELS, SIZES
-from .rows import Row, format_table, mib
+from .rows import Row, format_table, mib, number, yes_no
 from .runner import Case, Timing, run_case
 from .ways import FXREMAT_FRACTIONS, VARIANTS, Variant
 
@@ -157,16 +157,12 @@ def ways(parts: Sequence[str], *, bare: bool) -> list[Variant]:
 def table(figures: Iterable[Figures]) -> str:
     """All figures, one way a line."""
 
-    def number(value: float | None) -> str:
-        return "" if value is None else format(value, ".3f")
-
     def cells(found: Interval | None) -> list[str]:
-        return ["", ""] if found is None else [number(found.median), _range(found)]
+        return ["", ""] if found is None else [number(found.median, ".3f"), _range(found)]
 
     def line(one: Figures) -> list[str]:
-        obeyed = {None: "", True: "yes", False: "NO"}[one.obeyed]
-        times = [number(one.planned), *cells(one.measured), *cells(one.against)]
-        return [one.model, one.way, mib(one.bytes), obeyed, *times]
+        times = [number(one.planned, ".3f"), *cells(one.measured), *cells(one.against)]
+        return [one.model, one.way, mib(one.bytes), yes_no(one.obeyed), *times]
 
     return format_table([HEAD, *map(line, figures)])
 
@@ -214,8 +210,7 @@ def picture(figures: Sequence[Figures]) -> str:
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser("python -m benchmarks.by_hand", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = parser_for("benchmarks.by_hand", __doc__)
     add = parser.add_argument
     add("--models", default=EIGHT, help=f"of {', '.join(MODELS)}")
     add("--size", choices=SIZES, default="small")
@@ -259,10 +254,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def write(path: Path, found: Sequence[Figures], timing: Timing, machine: Mapping[str, Any]) -> None:
     """The JSON file, and the picture beside it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     figures = [{**asdict(one), "points": one.points} for one in found]
     data = {"machine": machine, "timing": asdict(timing), "figures": figures}
-    path.write_text(json.dumps(data, indent=1) + "\n")
+    write_json(path, data)
     if any(one.points is not None for one in found):
         path.with_suffix(".svg").write_text(picture(found))
 

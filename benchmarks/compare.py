@@ -11,7 +11,6 @@ something is worse, or if what was trained before is refused or fails now.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .rows import MIB, format_table
+from .commands import parser_for
+from .rows import MIB, format_table, number
 
 HEAD = ["model", "way", "peak MiB", "after", "", "planned", "after", "", "time", "after", ""]
 
@@ -108,11 +108,11 @@ class Pair:
             _bytes(before),
             _bytes(after),
             _change(before.peak_bytes, after.peak_bytes, before.peak_bytes),
-            _percent(before.added),
-            _percent(after.added),
+            number(before.added, "+.1%"),
+            number(after.added, "+.1%"),
             _change(before.added, after.added, 1.0),
-            _number(before.ratio),
-            _number(after.ratio),
+            number(before.ratio, ".2f"),
+            number(after.ratio, ".2f"),
             "; ".join(f"WORSE: {what}" for what in self.worse()),
         ]
 
@@ -131,14 +131,6 @@ def _bytes(facts: Facts) -> str:
     if facts.peak_bytes is not None:
         return f"{facts.peak_bytes / MIB:.1f}"
     return "error" if facts.refused is None else f"least {facts.refused / MIB:.1f}"
-
-
-def _percent(part: float | None) -> str:
-    return "" if part is None else f"{part:+.1%}"
-
-
-def _number(figure: float | None) -> str:
-    return "" if figure is None else f"{figure:.2f}"
 
 
 def compare(
@@ -160,8 +152,7 @@ def text(pairs: Sequence[Pair], before: Mapping[Key, Facts], after: Mapping[Key,
 
 def main(words: Sequence[str] | None = None) -> int:
     """Read, compare, print; 1 where something got worse."""
-    parser = argparse.ArgumentParser("python -m benchmarks.compare", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = parser_for("benchmarks.compare", __doc__)
     parser.add_argument("before", type=Path)
     parser.add_argument("after", type=Path)
     parser.add_argument("--tolerance", type=float, default=0.5, metavar="PERCENT")

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +30,7 @@ from fxremat.core.variants import take
 from fxremat.planner import SolverOptions, constants, solve
 from fxremat.planner.local import greedy
 
+from .commands import write_json
 from .machine import describe_machine
 from .models import MODELS
 from .variants import problem_of
@@ -176,7 +176,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 flush=True,
             )
     if given.out:
-        given.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        write_json(given.out, results)
     return 0
 
 

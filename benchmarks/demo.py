@@ -6,13 +6,13 @@ Prints peak bytes, step time and losses of each side by side, and the plan; then
 the budget cannot be met.
 """
 
-import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 
 import torch
 
+from .commands import parser_for
 from .models import build
 from .rows import format_table
 from .training import IMPOSSIBLE_BYTES, Infeasible, Training, prepare
@@ -77,8 +77,7 @@ def refusal() -> str:
 
 def main() -> None:
     """Run and print."""
-    parser = argparse.ArgumentParser("python -m benchmarks.demo", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = parser_for("benchmarks.demo", __doc__)
     parser.add_argument("--budget-mib", type=float, help="default: half of torch.compile's peak")
     parser.add_argument("--steps", type=int, default=10)
     options = parser.parse_args()

@@ -8,7 +8,6 @@ the process, which imports Inductor too. ``again`` is the median of those after 
 and ``processor``: seconds of all cores, which say more than others where the machine is busy.
 """
 
-import argparse
 import os
 import time
 from collections.abc import Sequence
@@ -22,6 +21,7 @@ import torch
 
 import fxremat
 
+from .commands import parser_for
 from .models import Config, find_config
 from .rows import format_table
 
@@ -100,8 +100,7 @@ def run(names: Sequence[str], percents: Sequence[int], times: int) -> None:
 
 def main() -> None:
     """Run and print."""
-    parser = argparse.ArgumentParser("python -m benchmarks.explaining", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = parser_for("benchmarks.explaining", __doc__)
     parser.add_argument("--models", default="gpt,gpt256,gpt32,llama32", help=", ".join(CONFIGS))
     parser.add_argument("--percents", default="50,80")
     parser.add_argument("--times", type=int, default=3)

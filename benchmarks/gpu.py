@@ -35,6 +35,7 @@ from typing import Any
 
 import torch
 
+from .commands import parser_for
 from .loops.rows import models_asked
 from .machine import describe_machine
 from .readme_table import put_into
@@ -213,8 +214,7 @@ def failures(rows: Sequence[Row]) -> Iterator[str]:
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser("python -m benchmarks.gpu", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = parser_for("benchmarks.gpu", __doc__)
     add = parser.add_argument
     add("models", nargs="*", help="MODULE:FUNCTION or FILE.py:FUNCTION")
     add("--ways", default=",".join(WAYS), help="names, with commas")

@@ -17,7 +17,6 @@ What counts as a tuning number and what as a fact is said in `benchmarks/house_n
 
 from __future__ import annotations
 
-import argparse
 import ast
 import json
 import re
@@ -26,6 +25,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from .commands import parser_for, write_json
 from .house_numbers import numbers
 
 ROOT = Path(__file__).parent.parent
@@ -208,8 +208,7 @@ def show(figures: Mapping[str, Figure]) -> Iterator[str]:
 
 def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
     """Print, write or compare; gives the exit status."""
-    parser = argparse.ArgumentParser("python -m benchmarks.house", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = parser_for("benchmarks.house", __doc__)
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the figures to this file")
     parser.add_argument("--check", action="store_true", help=f"compare with {COMMITTED}")
     parser.add_argument("--write", action="store_true", help=f"write {COMMITTED}")
@@ -224,7 +223,7 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
         return 1 if grown else 0
     print(*show(figures), sep="\n")
     for path in [*filter(None, [options.json]), *([committed] if options.write else [])]:
-        path.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+        write_json(path, figures)
     return 0
 
 

@@ -17,7 +17,6 @@ interleaved, and times are parts of plain's in the same round. Gradients are com
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -31,6 +30,7 @@ from torch import Tensor, nn
 
 from fxremat.compat.configuration import inductor_config
 
+from .commands import parser_for, write_json
 from .machine import describe_machine
 from .nets.language import GPT
 from .offload_steps import compiled
@@ -198,8 +198,7 @@ def table(rows: Sequence[Row]) -> str:
 
 def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser("python -m benchmarks.library_calls", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = parser_for("benchmarks.library_calls", __doc__)
     add = parser.add_argument
     for name, default in asdict(Shape()).items():
         add(f"--{name}", type=int, default=default)
@@ -227,7 +226,7 @@ def main(words: Sequence[str] | None = None) -> int:
             "shape": asdict(shape),
             "rows": [asdict(row) for row in rows],
         }
-        given.out.write_text(json.dumps(data, indent=1) + "\n")
+        write_json(given.out, data)
     return int(bool(failures))
 
 

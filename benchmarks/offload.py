@@ -27,6 +27,7 @@ from typing import Any
 from fxremat.planner import SOLVERS
 
 from . import offload_measure, offload_plans
+from .commands import parser_for, write_json
 from .machine import describe_machine
 from .models import MODELS, SIZES
 from .offload_problems import ARCHITECTURES, DEVICES
@@ -39,12 +40,6 @@ def known_rows(path: Path | None, add: bool) -> list[Row]:
     if path is None or not add or not path.exists():
         return []
     return [row_from_json(row) for row in json.loads(path.read_text())["rows"]]
-
-
-def write(path: Path, result: dict[str, Any]) -> None:
-    """One JSON file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def plans_to_json(rows: Sequence[Row]) -> dict[str, Any]:
@@ -65,7 +60,7 @@ def plans(options: argparse.Namespace) -> int:
             new = offload_plans.run(question, options.solver, options.select)
             rows = [row for row in rows if row.case.key != question.case.key] + new
             if options.out:
-                write(options.out, {**head, **plans_to_json(rows)})
+                write_json(options.out, {**head, **plans_to_json(rows)})
     claims = claims_of(rows)
     print(overview(rows))
     print(claims_text(claims))
@@ -81,7 +76,7 @@ def measure(options: argparse.Namespace) -> int:
     print(offload_measure.text(found))
     if options.out:
         machine = describe_machine(options.device, options.threads)
-        write(options.out, {"machine": machine, **offload_measure.to_json(found)})
+        write_json(options.out, {"machine": machine, **offload_measure.to_json(found)})
         offload_measure.draw(found, options.out.with_suffix(".svg"))
     return int(bool(found.failures))
 
@@ -126,8 +121,7 @@ def _add_measure(commands: Any) -> None:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser("python -m benchmarks.offload", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = parser_for("benchmarks.offload", __doc__)
     commands = parser.add_subparsers(required=True, metavar="plans | measure")
     _add_plans(commands)
     _add_measure(commands)

@@ -35,7 +35,7 @@ from . import offload_picture
 from .models import build
 from .offload_picture import Streams
 from .offload_steps import Contestant, compiled, middle, planned_streams, targets_not_filled
-from .rows import MIB, format_table
+from .rows import MIB, format_table, mib, number
 from .training import gradient_error, report_fields
 
 TRACED_STEPS = 5
@@ -110,23 +110,19 @@ class Row:
         """A line of the table."""
         return [
             self.variant,
-            _mib(self.peak_bytes),
-            _mib(self.predicted_peak_bytes),
-            _mib(self.budget_bytes),
-            _mib(self.host_peak_bytes),
-            _mib(self.predicted_host_bytes),
+            mib(self.peak_bytes, 2),
+            mib(self.predicted_peak_bytes, 2),
+            mib(self.budget_bytes, 2),
+            mib(self.host_peak_bytes, 2),
+            mib(self.predicted_host_bytes, 2),
             f"{1e3 * median(self.step_seconds):.1f}",
             f"{self.ratio:.3f}",
             f"{median(self.cpu_ratios):.3f}",
-            "" if self.predicted_ratio is None else f"{self.predicted_ratio:.3f}",
-            "" if self.prediction_error is None else f"{self.prediction_error:+.1%}",
+            number(self.predicted_ratio, ".3f"),
+            number(self.prediction_error, "+.1%"),
             f"{self.loss:.5f}",
             f"{self.gradient_error:.1e}",
         ]
-
-
-def _mib(count: int | None) -> str:
-    return "" if count is None else f"{count / MIB:.2f}"
 
 
 def failures_of(row: Row, dtype: str) -> Iterator[str]:

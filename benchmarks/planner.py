@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import json
 import math
 import sys
 import time
@@ -34,6 +33,7 @@ from fxremat.planner.published.chain import NotAChain
 from fxremat.planner.published.checkmate import TooManyRuns
 from fxremat.planner.published.moccasin import NotInstalled
 
+from .commands import parser_for, write_json
 from .planner_problems import DIRECTORY, NONE, TRACED, collect
 from .planner_table import Case, Row, heading, line, overview, summarise, summary_table
 
@@ -182,8 +182,7 @@ def write(path: Path, head: dict[str, Any], rows: Sequence[Row]) -> None:
     """Everything so far, as JSON."""
     summary = [asdict(its) for its in summarise(rows, SOLVER)]
     result = {**head, "summary": summary, "rows": [row.to_json() for row in rows]}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    write_json(path, result)
 
 
 def run(options: argparse.Namespace) -> list[Row]:
@@ -207,8 +206,7 @@ def split(text: str) -> list[str]:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser("python -m benchmarks.planner", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = parser_for("benchmarks.planner", __doc__)
     add = parser.add_argument
     add("--problems", type=Path, default=DIRECTORY, metavar="DIR", help=f"default: {DIRECTORY}")
     add("--traced", type=split, default=[*TRACED], help=f"models, or {NONE}; {', '.join(TRACED)}")

@@ -14,7 +14,6 @@ bf16. Where the optimizer is not said, its states are those of the one named her
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import sys
 import time
@@ -33,6 +32,7 @@ import fxremat
 from fxremat.memory.optimizers import held_by
 from fxremat.whatif.largest_size import WAYS
 
+from .commands import write_json
 from .machine import describe_machine
 from .nets.language import Llama
 from .rows import format_table
@@ -311,7 +311,7 @@ def main() -> int:
     if given.out is not None:
         machine = describe_machine(given.device or "cpu", torch.get_num_threads())
         data = {"machine": machine, "rows": [asdict(row) for row in rows]}
-        given.out.write_text(json.dumps(data, indent=1) + "\n")
+        write_json(given.out, data)
     return int(broken)
 
 

@@ -5,15 +5,14 @@
 `--budget-mib` is the total budget (parameters included) of a second run.
 """
 
-import argparse
-
 import torch
 
+from .commands import parser_for
 from .models import build
+from .rows import MIB
 from .training import Training, prepare
 from .ways import VARIANTS
 
-MIB = 2**20
 LIMITS_MIB = {"gpt16": 24.0, "gpt6": 60.0}
 
 
@@ -44,8 +43,7 @@ def run(name: str, budget_mib: float | None) -> None:
 
 def main() -> None:
     """Run and print."""
-    parser = argparse.ArgumentParser("python -m benchmarks.quick", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = parser_for("benchmarks.quick", __doc__)
     parser.add_argument("--models", default=",".join(LIMITS_MIB))
     parser.add_argument("--budget-mib", type=float)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())

@@ -6,12 +6,12 @@ python -m benchmarks.readme_table results.json --into docs/benchmarks.md
 The second puts it there, between the marks.
 """
 
-import argparse
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from .commands import parser_for
 from .rows import MIB
 from .ways import REFERENCE
 
@@ -97,8 +97,7 @@ def put_into(text: str, figures: str, marks: tuple[str, str] = (BEGIN, END)) -> 
 
 def main() -> None:
     """Print the table, or put it into a file."""
-    parser = argparse.ArgumentParser("python -m benchmarks.readme_table", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = parser_for("benchmarks.readme_table", __doc__)
     parser.add_argument("results", type=Path, help="JSON of python -m benchmarks --out")
     parser.add_argument("--into", type=Path, help="the file whose marks the table goes between")
     options = parser.parse_args()

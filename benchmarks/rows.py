@@ -105,9 +105,9 @@ def add_ratios(rows: Iterable[Row], reference: Row) -> None:
         row.time_ratios = [mine / base for mine, base in zip(timed, bases, strict=True)]
 
 
-def mib(count: int | None) -> str:
+def mib(count: int | None, digits: int = 1) -> str:
     """Bytes in MiB, for a cell."""
-    return "" if count is None else f"{count / MIB:.1f}"
+    return "" if count is None else f"{count / MIB:.{digits}f}"
 
 
 def number(value: float | None, form: str) -> str:

@@ -45,6 +45,7 @@ from fxremat.passes.variants.insertion import Rule
 from fxremat.passes.variants.table import RULES
 from fxremat.planner import SolverOptions, solve
 
+from .commands import parser_for, write_json
 from .machine import describe_machine
 from .rows import MIB, format_table
 from .rules_models import OF_RULE, SIZES, build
@@ -298,8 +299,7 @@ def rules_of(names: str) -> list[Rule]:
 
 def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser("python -m benchmarks.rules", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = parser_for("benchmarks.rules", __doc__)
     add = parser.add_argument
     add("--names", default="all", help="of rules")
     add("--sizes", default=",".join(SIZES), help="of models: cpu, gpu")
@@ -338,8 +338,7 @@ def write(path: Path, rows: Sequence[Row], given: argparse.Namespace) -> None:
         "verdicts": verdicts(rows),
         "rows": [row.to_json() for row in rows],
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(data, indent=1) + "\n")
+    write_json(path, data)
 
 
 def main(words: Sequence[str] | None = None) -> int:

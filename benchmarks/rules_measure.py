@@ -15,7 +15,6 @@ brackets) tells work from what a busy machine adds.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -27,9 +26,10 @@ from torch import Tensor
 
 from fxremat.passes.variants.insertion import Rule
 
+from .commands import write_json
 from .machine import describe_machine
 from .offload_steps import Contestant, compiled
-from .rows import MIB, counts, format_table
+from .rows import counts, format_table, mib
 from .rules_models import OF_RULE, build
 from .training import gradient_error, infeasible_budget, report_fields
 
@@ -65,14 +65,14 @@ class Figures:
 
     def cells(self) -> list[str]:
         """A line of the table."""
-        start = [self.rule, self.model, self.way, _mib(self.budget_bytes)]
+        start = [self.rule, self.model, self.way, mib(self.budget_bytes, 2)]
         if self.peak_bytes is None:
-            return [*start, *[""] * 6, f"the least is {_mib(self.least_bytes)} MiB"]
+            return [*start, *[""] * 6, f"the least is {mib(self.least_bytes, 2)} MiB"]
         report = self.report
         return [
             *start,
-            _mib(self.peak_bytes),
-            _mib(report["predicted_peak_bytes"]) if report else "",
+            mib(self.peak_bytes, 2),
+            mib(report["predicted_peak_bytes"], 2) if report else "",
             f"{1e3 * median(self.step_seconds):.1f}",
             f"{median(self.ratios):.2f} ({median(self.cpu_ratios):.2f})",
             f"{1 + report['time_overhead']:.2f}" if report else "",
@@ -87,10 +87,6 @@ class Figures:
             yield f"{name}: {self.peak_bytes:,} bytes, budget {self.budget_bytes:,}"
         if self.gradient_error > MOST_ERROR and not (self.lossy and self.variants):
             yield f"{name}: gradients differ by {self.gradient_error:.1e}"
-
-
-def _mib(count: int | None) -> str:
-    return "" if count is None else f"{count / MIB:.2f}"
 
 
 def options_of(rule: Rule | None) -> dict[str, Any]:
@@ -167,8 +163,7 @@ def run(rules: Sequence[Rule], given: argparse.Namespace) -> int:
                 "percent": given.percent,
                 "rows": [asdict(one) for one in found],
             }
-            given.out.parent.mkdir(parents=True, exist_ok=True)
-            given.out.write_text(json.dumps(data, indent=1) + "\n")
+            write_json(given.out, data)
     print(table(found))
     failures = [failure for one in found for failure in one.failures()]
     for failure in failures:

@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from .commands import parser_for, write_json
 from .first_steps import FIRST, MODELS
 from .machine import describe_machine
 from .rows import format_table
@@ -148,8 +149,7 @@ def summary(rows: Sequence[Seconds]) -> str:
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser("python -m benchmarks.seconds", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = parser_for("benchmarks.seconds", __doc__)
     add = parser.add_argument
     add("--models", default=",".join(MODELS), help=f"of {', '.join(MODELS)}")
     add("--part", type=float, default=0.6, help="of plain's peak: the budget")
@@ -180,7 +180,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             options.json.parent.mkdir(parents=True, exist_ok=True)
             machine = describe_machine("cpu", torch.get_num_threads())
             data = {"machine": machine, "rows": [asdict(row) for row in found]}
-            options.json.write_text(json.dumps(data, indent=1) + "\n")
+            write_json(options.json, data)
 
 
 if __name__ == "__main__":

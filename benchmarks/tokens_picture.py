@@ -6,7 +6,6 @@ The JSON has a head (GPU, versions, date, how it was measured), and for each mod
 step and a row for each run. Points of fxremat that reserved more than their budget are left out.
 """  # noqa: E501
 
-import argparse
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 from fxremat.report.front import svg
 
+from .commands import parser_for
 from .picture import Point, panel
 
 MIB_IN_GIB = 1024
@@ -62,8 +62,7 @@ def draw(found: Mapping[str, Any]) -> str:
 
 def main() -> None:
     """Draw a JSON file."""
-    parser = argparse.ArgumentParser("python -m benchmarks.tokens_picture", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = parser_for("benchmarks.tokens_picture", __doc__)
     parser.add_argument("figures", type=Path, help="JSON, as benchmarks/results/tokens_h200.json")
     parser.add_argument("picture", type=Path, help="the SVG to write")
     options = parser.parse_args()

@@ -19,7 +19,6 @@ the same weights to begin with. What each rule alone is worth shows `benchmarks.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -41,6 +40,7 @@ from fxremat.cost.device import spec_named
 from fxremat.passes.variants.table import rules_named
 from fxremat.planner import SolverOptions, solve
 
+from .commands import parser_for, write_json
 from .machine import describe_machine
 from .models import MODELS, SIZES, build
 from .rows import MIB, format_table
@@ -160,8 +160,7 @@ def table(rows: Sequence[Row]) -> str:
 
 def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser("python -m benchmarks.variants", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = parser_for("benchmarks.variants", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     plans = commands.add_parser("plans", help="simulated: four ways to meet a budget")
     plans.add_argument("--models", default="resnet,vgg,gpt50k", help=f"of {', '.join(MODELS)}")
@@ -206,7 +205,7 @@ def plans(given: argparse.Namespace) -> int:
         data: dict[str, Any] = {"machine": machine, "device": given.device, "size": given.size,
                                 "solver": given.solver, "lossy": given.allow_lossy,
                                 "rows": [asdict(row) for row in rows]}  # fmt: skip
-        given.out.write_text(json.dumps(data, indent=1) + "\n")
+        write_json(given.out, data)
     return 1 if failures else 0
 
 

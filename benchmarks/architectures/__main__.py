@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 
+from ..commands import write_json
 from ..machine import describe_machine
 from ..runner import ROOT
 from .models import ARCHITECTURES
@@ -118,7 +119,7 @@ def main(words: Sequence[str] | None = None) -> int:
 def _write(path: Path, rows: dict[str, Row]) -> None:
     ordered = [rows[name].found for name in ARCHITECTURES if name in rows]
     machine = describe_machine("cpu", torch.get_num_threads())
-    path.write_text(json.dumps({"machine": machine, "rows": ordered}, indent=1) + "\n")
+    write_json(path, {"machine": machine, "rows": ordered})
 
 
 if __name__ == "__main__":

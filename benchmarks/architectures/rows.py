@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-MIB = 2**20
+from ..rows import mib
+
 HEAD = (
     "architecture", "status", "plain", "checkpointed", "budget", "taken", "least", "taken",
     "gradients", "graphs", "first step", "step",
@@ -51,12 +52,12 @@ class Row:
         return [
             self.name,
             self.status,
-            _mib(self._peak("plain")),
-            _mib(self._peak("checkpointed")),
-            _mib(self.budget),
-            _mib(self._peak("at_budget")),
-            _mib(self.least),
-            _mib(self._peak("at_least")),
+            mib(self._peak("plain")),
+            mib(self._peak("checkpointed")),
+            mib(self.budget),
+            mib(self._peak("at_budget")),
+            mib(self.least),
+            mib(self._peak("at_least")),
             error,
             "" if self.graphs is None else str(self.graphs),
             self._ratio("first_seconds"),
@@ -68,10 +69,6 @@ class Row:
         said = [self.error] if self.error else []
         lines = (" ".join(one.split()) for one in (*said, *(self.warned or ())))
         return [line[:REMARK] for line in lines]
-
-
-def _mib(count: int | None) -> str:
-    return "" if count is None else f"{count / MIB:.1f}"
 
 
 def summary(rows: Sequence[Row]) -> str:

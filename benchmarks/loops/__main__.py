@@ -18,7 +18,6 @@ one is over, or failed.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -27,6 +26,7 @@ import torch
 from fxremat.cost.device import card_named
 from fxremat.errors import UnknownDevice
 
+from ..commands import write_json
 from ..machine import describe_machine
 from ..rows import format_table
 from .rows import HEAD, LoopRow, all_rows, models_asked
@@ -76,7 +76,7 @@ def main(words: Sequence[str] | None = None) -> int:
 def _write(path: Path, rows: Sequence[LoopRow]) -> None:
     machine = describe_machine("cpu", torch.get_num_threads())
     found = {"machine": machine, "rows": [one.as_json() for one in rows]}
-    path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    write_json(path, found)
 
 
 if __name__ == "__main__":
