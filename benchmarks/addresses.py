@@ -146,7 +146,6 @@ def main(given: Sequence[str] | None = None) -> int:
         rows.append(measure(instance, options.effort, options.time_limit))
         print(line(rows[-1]), flush=True)
     if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
         figures = [asdict(row) | {"ratio": row.ratio, "fits": row.fits} for row in rows]
         write_json(options.out, {"rows": figures})
     return int(any(row.failed for row in rows))

@@ -35,7 +35,7 @@ from typing import Any
 
 import torch
 
-from .commands import parser_for
+from .commands import parser_for, write_json
 from .loops.rows import models_asked
 from .machine import describe_machine
 from .readme_table import put_into
@@ -72,9 +72,7 @@ class Rows:
         """One more."""
         self.rows[row["model"], row["way"]] = row
         if self.out is not None:
-            self.out.parent.mkdir(parents=True, exist_ok=True)
-            text = json.dumps({**self.head, "rows": list(self.rows.values())}, indent=1)
-            self.out.write_text(text + "\n", encoding="utf-8")
+            write_json(self.out, {**self.head, "rows": list(self.rows.values())})
 
     def budget(self, model: str, way: str, planned: dict[str, int]) -> int | None:
         """Bytes of a row; None for a way without one. Raises `KeyError` where not known yet."""

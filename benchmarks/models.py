@@ -189,7 +189,13 @@ def build(
     seed: int = 0,
 ) -> tuple[Network, tuple[Tensor, Tensor]]:
     """A model in training mode with fixed random weights, and its (inputs, targets)."""
-    config = find_config(name, size)
+    return made(find_config(name, size), device, dtype, seed)
+
+
+def made(
+    config: Config, device: str, dtype: torch.dtype, seed: int = 0
+) -> tuple[Network, tuple[Tensor, Tensor]]:
+    """What a configuration says."""
     torch.manual_seed(seed)
     model = config.network(**config.arguments).to(device, dtype).train()
     inputs, targets = model.sample(config.batch, torch.Generator().manual_seed(seed))

@@ -34,7 +34,14 @@ from fxremat.core.constants import CALL_US
 from . import offload_picture
 from .models import build
 from .offload_picture import Streams
-from .offload_steps import Contestant, compiled, middle, planned_streams, targets_not_filled
+from .offload_steps import (
+    Contestant,
+    compiled,
+    middle,
+    planned_streams,
+    targets_not_filled,
+    time_rounds,
+)
 from .rows import MIB, format_table, mib, number
 from .training import gradient_error, report_fields
 
@@ -197,7 +204,7 @@ def run(settings: Settings) -> Found:
             everyone = list(_compiled(settings))
         rows = _rows(everyone, settings.seed)
         with targets_not_filled():
-            _time(everyone, rows, settings)
+            time_rounds([*zip(everyone, rows, strict=True)], settings.rounds, settings.steps)
             return _found(settings, rows, everyone[-1])
 
 
@@ -240,19 +247,6 @@ def _row(one: Contestant, seed: int, expected: dict[str, torch.Tensor]) -> Row:
         gradient_error=gradient_error(gradients, expected),
         report=None if report is None else report_fields(report),
     )
-
-
-def _time(everyone: Sequence[Contestant], rows: Sequence[Row], settings: Settings) -> None:
-    """Rounds of steps, forwards and backwards in alternation."""
-    pairs = list(zip(everyone, rows, strict=True))
-    for turn in range(settings.rounds):
-        for one, row in pairs if turn % 2 == 0 else reversed(pairs):
-            wall, busy = one.time_steps(settings.steps)
-            row.step_seconds.append(wall)
-            row.cpu_seconds.append(busy)
-        for row in rows:
-            row.ratios.append(row.step_seconds[-1] / rows[0].step_seconds[-1])
-            row.cpu_ratios.append(row.cpu_seconds[-1] / rows[0].cpu_seconds[-1])
 
 
 def _found(settings: Settings, rows: list[Row], both: Contestant) -> Found:

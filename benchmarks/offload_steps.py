@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import Any, Protocol
 from unittest import mock
 
 import torch
@@ -18,7 +19,7 @@ from fxremat.core.schedule import Kind
 from fxremat.core.timeline import replay
 from fxremat.memory.measured_peak import held_bytes, measure_peak
 from fxremat.report.report import Report
-from fxremat.runtime import CopyRecord, cpu_engine
+from fxremat.runtime import CopyRecord
 
 from .offload_picture import Span, Streams
 from .training import Training
@@ -104,12 +105,30 @@ def targets_not_filled() -> Iterator[None]:
     So that a missing wait is seen, the engine fills what a copy will write first. A link does not
     do that, and it takes as long as some ops do.
     """
-    with mock.patch.object(cpu_engine, "_fill_with_garbage", _left_alone):
+    with mock.patch.object(ctypes, "memset"):
         yield
 
 
-def _left_alone(target: torch.Tensor) -> None:
-    """Nothing is written."""
+class Timed(Protocol):
+    """A row of seconds: of steps, and of the processor; ratios are to the first row's."""
+
+    step_seconds: list[float]
+    cpu_seconds: list[float]
+    ratios: list[float]
+    cpu_ratios: list[float]
+
+
+def time_rounds(pairs: Sequence[tuple[Contestant, Timed]], rounds: int, steps: int) -> None:
+    """Rounds of steps, forwards and backwards in alternation."""
+    _, first = pairs[0]
+    for turn in range(rounds):
+        for one, row in pairs if turn % 2 == 0 else reversed(pairs):
+            wall, busy = one.time_steps(steps)
+            row.step_seconds.append(wall)
+            row.cpu_seconds.append(busy)
+        for _, row in pairs:
+            row.ratios.append(row.step_seconds[-1] / first.step_seconds[-1])
+            row.cpu_ratios.append(row.cpu_seconds[-1] / first.cpu_seconds[-1])
 
 
 # -- what copies do --------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from fxremat.passes.variants.insertion import Rule
 
 from .commands import write_json
 from .machine import describe_machine
-from .offload_steps import Contestant, compiled
+from .offload_steps import Contestant, compiled, time_rounds
 from .rows import counts, format_table, mib
 from .rules_models import OF_RULE, build
 from .training import gradient_error, infeasible_budget, report_fields
@@ -121,7 +121,7 @@ def ways_of(rule: Rule, percent: int, rounds: int, steps: int) -> list[Figures]:
             continue
         _fill(one, contestant, expected)
         everyone.append((contestant, one))
-    _time(everyone, rounds, steps)
+    time_rounds(everyone, rounds, steps)
     return found
 
 
@@ -131,19 +131,6 @@ def _fill(one: Figures, contestant: Contestant, expected: dict[str, Tensor]) -> 
     one.gradient_error = gradient_error(gradients, expected)
     one.peak_bytes = contestant.peak_bytes()
     one.report = report_fields(contestant.report)
-
-
-def _time(everyone: Sequence[tuple[Contestant, Figures]], rounds: int, steps: int) -> None:
-    """Rounds of steps, forwards and backwards in alternation."""
-    _, plain = everyone[0]
-    for turn in range(rounds):
-        for contestant, one in everyone if turn % 2 == 0 else reversed(everyone):
-            wall, busy = contestant.time_steps(steps)
-            one.step_seconds.append(wall)
-            one.cpu_seconds.append(busy)
-        for _, one in everyone:
-            one.ratios.append(one.step_seconds[-1] / plain.step_seconds[-1])
-            one.cpu_ratios.append(one.cpu_seconds[-1] / plain.cpu_seconds[-1])
 
 
 def table(found: Sequence[Figures]) -> str:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .models import Config
+from .models import Config, made
 from .nets.language import GPT
 from .nets.layers import BareRMSNorm, Network
 from .nets.vision import VGG, ResNet, UNet
@@ -90,9 +90,4 @@ def build(
     name: str, size: str = "cpu", device: str = "cpu", dtype: torch.dtype = torch.float32
 ) -> tuple[Network, tuple[Tensor, Tensor]]:
     """A model in training mode with fixed random weights, and its (inputs, targets)."""
-    config = MODELS[name][size]
-    torch.manual_seed(0)
-    model = config.network(**config.arguments).to(device, dtype).train()
-    inputs, targets = model.sample(config.batch, torch.Generator().manual_seed(0))
-    inputs = inputs.to(device, dtype) if inputs.is_floating_point() else inputs.to(device)
-    return model, (inputs, targets.to(device))
+    return made(MODELS[name][size], device, dtype)

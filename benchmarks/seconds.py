@@ -30,7 +30,7 @@ import torch
 from .commands import parser_for, write_json
 from .first_steps import FIRST, MODELS
 from .machine import describe_machine
-from .rows import format_table
+from .rows import format_table, number
 from .runner import ROOT, environment
 
 HEAD = ["model", "plain s", "cold s", "cold", "plain s", "warm s", "warm", "refused s", "refused"]
@@ -116,9 +116,6 @@ def _round(found: Seconds, part: float, folder: Path) -> None:
 def table(rows: Sequence[Seconds]) -> str:
     """One model a line: seconds, each the median over rounds, and ratios to plain's."""
 
-    def number(value: float | None, form: str) -> str:
-        return "" if value is None else format(value, form)
-
     def line(row: Seconds) -> list[str]:
         cells = [row.model]
         for plain, ours in ((row.plain_cold, "cold"), (row.plain_warm, "warm")):
@@ -177,7 +174,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         found = list(rows.values())
         print(f"\n{table(found)}\n\n{summary(found)}", flush=True)
         if options.json:
-            options.json.parent.mkdir(parents=True, exist_ok=True)
             machine = describe_machine("cpu", torch.get_num_threads())
             data = {"machine": machine, "rows": [asdict(row) for row in found]}
             write_json(options.json, data)
