@@ -85,7 +85,6 @@ def test_names_and_progress_are_no_part_of_the_question(
         {"budget_bytes": BUDGET + 1},
         {"budget_bytes": None},
         {"solver": "least_peak"},
-        {"options": SolverOptions(seed=1)},
         {"options": SolverOptions(time_limit_s=100.0)},
         {"options": SolverOptions(start=phased_chain(8).base_steps())},
         {"problem": phased_chain(9)},

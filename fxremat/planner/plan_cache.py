@@ -45,7 +45,6 @@ class PlanQuestion:
             "problem": digest(self.problem),
             "budget_bytes": self.budget_bytes,
             "solver": self.solver,
-            "seed": options.seed,
             "time_limit_s": options.time_limit_s,
             "gap": options.gap,
             "improved": options.improved,

@@ -89,7 +89,7 @@ def adapt(plan: Plan, problem: Problem, budget_bytes: int, options: SolverOption
     descend(search, front, budget_bytes, work // 3)
     state = search.state
     if state.max_peak() <= budget_bytes and state.time <= plan.time_us * (1 + MEASURABLE):
-        improver = Improver(search, front, options.seed)
+        improver = Improver(search, front)
         improver.rounds(budget_bytes, state.work + level_work(model.n))
     return _quick_plan(front, budget_bytes, started)
 
@@ -103,7 +103,7 @@ def quick_front(problem: Problem, budget_bytes: int | None, options: SolverOptio
         return front
     descend_from_store_all(front, budget_bytes, repeat(path_work(model.n) // 3), deadline)
     if deadline.running() and front.best(budget_bytes) is not None:
-        improver = Improver.at(front, budget_bytes, options.seed)
+        improver = Improver.at(front, budget_bytes)
         improver.rounds(budget_bytes, improver.search.state.work + level_work(model.n))
     return front
 

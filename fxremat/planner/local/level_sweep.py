@@ -51,10 +51,10 @@ def fill(front: ParetoFront, options: SolverOptions) -> int:
     if deadline.running():
         offer_segments(front, work)
     if deadline.running() and front.least().peak > peak_bound(model):
-        Improver.at(front, 0, options.seed * 1000 + 999).lower(5 * level_work(model.n))
+        Improver.at(front, 0, seed=999).lower(5 * level_work(model.n))
     for k, (target, below) in enumerate(pairwise([*_levels(front), 0])):
         if deadline.running():
-            improver = Improver.at(front, target, options.seed * 1000 + k)
+            improver = Improver.at(front, target, seed=k)
             search, work = improver.search, level_work(model.n)
             improver.rounds(target, work)
             search.length_exponent, search.noise = 0.0, None

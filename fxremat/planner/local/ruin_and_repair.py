@@ -30,14 +30,14 @@ class Improver:
 
     search: EditableSchedule
     front: ParetoFront
-    seed: int
+    seed: int = 0
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
         self.normal = np.random.default_rng(self.seed)
 
     @staticmethod
-    def at(front: ParetoFront, target: int, seed: int) -> Improver:
+    def at(front: ParetoFront, target: int, seed: int = 0) -> Improver:
         """An improver of the best schedule within the target, or of the lowest one."""
         return Improver(EditableSchedule(front.state(front.choose(target))), front, seed)
 
@@ -135,8 +135,8 @@ class Improver:
         return [(op, stage) for stage in sorted(near) for op in extra[stage]]
 
 
-def polish(front: ParetoFront, budget: int, seed: int, deadline: Deadline) -> None:
+def polish(front: ParetoFront, budget: int, deadline: Deadline) -> None:
     """Improve the best schedule of the front within the budget, if there is one."""
     if front.best(budget) is not None and deadline.running():
         work = 3 * constants.WORK // 5 + 100 * front.model.n
-        Improver.at(front, budget, seed).rounds(budget, work)
+        Improver.at(front, budget).rounds(budget, work)

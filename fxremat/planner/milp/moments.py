@@ -92,7 +92,7 @@ def _refined(
     if known is None and not refinement.proven():
         known = _join(front, greedy.whole_front(problem, options))
     if not refinement.proven():
-        polish(front, budget_bytes, options.seed, deadline)
+        polish(front, budget_bytes, deadline)
     none_fits = refinement.bound_us == math.inf
     least = peak_bound(front.model) if known is None else known.bound
     return make_plan(

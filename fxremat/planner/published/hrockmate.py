@@ -54,7 +54,7 @@ def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) ->
         level = hierarchy.level(model)
         if level is not None:
             hierarchy.fill(front, level, budget_bytes, ROUNDS)
-        polish(front, budget_bytes, options.seed, call.deadline)
+        polish(front, budget_bytes, call.deadline)
         found = make_plan(problem, front.steps(front.choose(budget_bytes)), NAME)
         call.best = min(call.best, found, key=lambda plan: rank(plan, budget_bytes))
     return call.plan()

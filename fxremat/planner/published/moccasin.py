@@ -99,7 +99,6 @@ def _question(call: Incumbent, budget: int) -> dict[str, Any]:
         "cost": [round(time / tick) for time in model.time],
         "hint": _hint(call),
         "runs": constants.MOCCASIN_RUNS,
-        "seed": call.options.seed,
         "work": constants.MOCCASIN_WORK,
         "seconds": None if left == float("inf") else max(0.0, left),
     }

@@ -186,7 +186,7 @@ class Retention:
         """Write down each schedule found, as (op, stage) of its extra runs; on one thread."""
         solver = self.cp.CpSolver()
         solver.parameters.num_workers = 1
-        solver.parameters.random_seed = self.problem["seed"]
+        solver.parameters.random_seed = 0
         solver.parameters.max_deterministic_time = self.problem["work"]
         if self.problem["seconds"] is not None:
             solver.parameters.max_time_in_seconds = self.problem["seconds"]
