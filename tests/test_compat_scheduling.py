@@ -40,7 +40,6 @@ from fxremat.compat.measuring import (
     HostRecording,
     profiler_memory_events,
     profiler_runs,
-    random_state_kept,
     recorded_allocations,
 )
 from fxremat.compat.tensors import (
@@ -376,15 +375,6 @@ def test_a_recording_that_another_thread_stops_does_not_go_on_for_ever() -> None
     assert HostRecording.is_possible()
     assert not torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
     assert _most_of(lambda: _allocates(7)) == 7 * 1024
-
-
-def test_random_state_kept() -> None:
-    torch.manual_seed(0)
-    expected = torch.rand(2)
-    torch.manual_seed(0)
-    with random_state_kept():
-        torch.rand(10)
-    assert torch.equal(torch.rand(2), expected)
 
 
 def test_recording_ends_also_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,6 @@ import torch
 from torch import fx, nn, optim
 from torch.optim import optimizer as base
 
-from fxremat.compat.compilers import trace_as_inductor
 from fxremat.compat.configuration import inductor_config, inductor_patches
 from fxremat.compat.inductor import generated_code
 from fxremat.compat.inductor.generated_code import (
@@ -42,7 +41,6 @@ from fxremat.compat.tensors import (
     without_memory,
 )
 from fxremat.passes.joint_graph import is_tensor
-from tests import nets
 from tests.compat_graphs import ATEN, dynamic, half
 from tests.graphs import Capture, batch, linear
 
@@ -78,20 +76,6 @@ def test_fake_tensors() -> None:
     assert {p.dtype for p in model.parameters()} == {torch.float16}
     assert not isinstance(torch.empty(1), FakeTensor)
     linear().half()  # outside, parameters are converted as ever
-
-
-def test_fake_tensors_are_traced() -> None:
-    with fake_tensors():
-        fake = nets.make("mlp")
-        seen = Capture(fused=True)
-
-        def backend(gm: fx.GraphModule, inputs: Any) -> Any:
-            return trace_as_inductor(gm, inputs, {}, seen)
-
-        torch._dynamo.reset()
-        model, inputs = fake
-        torch.compile(model, backend=backend)(*inputs)
-    assert seen.found.problem == nets.traced("mlp", fused=True).found.problem
 
 
 def test_fake_tensors_that_are_seen_leave_compiled_parts_compiled() -> None:
@@ -150,20 +134,20 @@ def sizes(seen: Capture) -> list[Any]:
 
 
 def test_the_bound_of_a_size_is_the_declared_one_or_else_the_size_seen() -> None:
-    """It leaves no guard."""
-    for bounds, expected in (({"min": 2, "max": 64}, 64), ({}, 6)):
-        found = sizes(dynamic(**bounds))
-        before = len(found[0].node.shape_env.guards)
+    """Ranges, named by their source, end there. What was seen is guarded when it is planned for."""
+    for bounds, expected, guards in (({"min": 2, "max": 64}, 64, 0), ({}, 6, 1)):
+        seen = dynamic(**bounds)
+        graph, found = seen.joint.module.graph, sizes(seen)
+        env = found[0].node.shape_env
+        before = len(env.guards)
         assert {size_bound(size) for size in found} == {expected}
         assert size_bound(found[0] * 8 + 1) == 8 * expected + 1
-        assert len(found[0].node.shape_env.guards) == before
-
-
-def test_plan_for_sizes_seen_guards_what_has_no_bound() -> None:
-    for seen, guards in ((dynamic(), 1), (dynamic(min=2, max=64), 0)):
-        env = sizes(seen)[0].node.shape_env
-        before = len(env.guards)
-        plan_for_sizes_seen(seen.joint.module.graph)
+        assert list(size_ranges(graph).values()) == [("args[0].size()[0]", 2, expected)]
+        [symbol] = size_ranges(graph)
+        with sizes_at({symbol: 40}):
+            assert size_ranges(graph)[symbol][1:] == (2, expected)
+        assert len(env.guards) == before
+        plan_for_sizes_seen(graph)
         assert len(env.guards) == before + guards
 
 
@@ -192,16 +176,6 @@ def test_a_symbol_that_came_to_stand_for_one_number_is_that_number() -> None:
         assert (found.dtype, found.stride()) == (value.dtype, value.stride())
         assert with_settled_sizes(found) is found
     torch._dynamo.reset()
-
-
-def test_size_ranges_are_named_by_their_source() -> None:
-    """Up to what is planned for: what was declared, else what was seen."""
-    for bounds, high in (({"min": 2, "max": 64}, 64), ({}, 6)):
-        graph = dynamic(**bounds).joint.module.graph
-        assert list(size_ranges(graph).values()) == [("args[0].size()[0]", 2, high)]
-        [symbol] = size_ranges(graph)
-        with sizes_at({symbol: 40}):
-            assert size_ranges(graph)[symbol][1:] == (2, high)
 
 
 # --- optimizers ---------------------------------------------------------------------------
@@ -312,21 +286,19 @@ def test_hooks_for_all_optimizers_are_not_told_of_steps_without_memory() -> None
         handle.remove()
 
 
-def test_inside_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inside_nothing_is_compiled_and_a_value_that_nobody_knows_is_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(torch.compiler, "_is_compiling_flag", True)
-    with steps_as_with([], lambda *_: None):
-        assert not torch.compiler.is_compiling()
-    assert torch.compiler.is_compiling()
-
-
-def test_inside_a_value_that_nobody_knows_is_one() -> None:
     with without_memory() as made, steps_as_with([], lambda *_: None):
+        assert not torch.compiler.is_compiling()
         one = made(torch.zeros(3))
         assert one.sum().item() == 1.0
         assert bool(one.isnan().any())
         assert int(made(torch.zeros(3, dtype=torch.int64)).sum()) == 1
         with pytest.raises(Exception, match="nonzero"):
             one.nonzero()
+    assert torch.compiler.is_compiling()
 
 
 # --- generated code -----------------------------------------------------------------------
@@ -424,10 +396,10 @@ def test_code_key_is_none_where_nothing_is_kept() -> None:
     def step(*halves: fx.GraphModule) -> list[str | None]:
         return [code_key(one, is_backward=False) for one in halves]
 
-    with inductor_config.patch(force_disable_caches=True):
-        assert half(linear_gelu(), step) == [None, None]
-    with inductor_config.patch(post_grad_custom_post_pass=lambda graph: None):
-        assert half(linear_gelu(), step) == [None, None]
+    patches = {"force_disable_caches": True}, {"post_grad_custom_post_pass": lambda graph: None}
+    for patch in patches:
+        with inductor_config.patch(patch):
+            assert half(linear_gelu(), step) == [None, None]
     x = batch(32, 64)
     torch._dynamo.mark_dynamic(x, 0)
     assert half(linear_gelu(), step, x) == [None, None]

@@ -80,7 +80,6 @@ class Machine:
         self.slowness, self.now, self.reference = 1.0, 0.0, reference_of(HOST, directory)
         self.matmuls = 0
         monkeypatch.setattr(time, "monotonic", lambda: self.now)
-        monkeypatch.setattr(timing, "_interruptions", lambda device: 0)
         monkeypatch.setattr(timing, "_seconds", self.run)
 
     def run(self, call: Callable[[], object], device: torch.device) -> float:
@@ -102,16 +101,13 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 @pytest.mark.parametrize("slowness", [0.8, 1.0, 1.3])
 def test_a_machine_that_changes_its_clock_gives_the_same_times(
-    machine: Machine, slowness: float
+    machine: Machine, slowness: float, tmp_path: Path
 ) -> None:
+    """Another process goes on from the clock on disk."""
     assert machine.timed() == pytest.approx(7000.0)
     machine.slowness = slowness
     assert machine.timed() == pytest.approx(7000.0)
-
-
-def test_another_process_goes_on_from_the_clock_on_disk(machine: Machine, tmp_path: Path) -> None:
-    machine.timed()
-    machine.reference, machine.slowness = reference_of(HOST, tmp_path), 2.0
+    machine.reference, machine.slowness = reference_of(HOST, tmp_path), 2 * slowness
     assert machine.timed() == pytest.approx(7000.0)
 
 
@@ -308,12 +304,6 @@ def test_a_loop_beside_a_matmul_costs_its_traffic(tmp_path: Path) -> None:
     assert both - alone == pytest.approx(A_LOOP + 5.0, abs=1e-3)
 
 
-def test_a_call_that_raises_is_left_to_the_roofline(tmp_path: Path) -> None:
-    node = call(ATEN.mm.default, A, B)
-    node.args[1].meta["val"] = B.double()  # type: ignore[union-attr]
-    assert timer(tmp_path)((node,), 100) == ROOFLINE((node,), 100)
-
-
 # --- calls made inside --------------------------------------------------------------------
 
 
@@ -370,10 +360,20 @@ def test_convolutions_of_some_images_are_measured_so(tmp_path: Path, images: int
     assert time_of((backward,), 0) >= one.times * us > 0
 
 
-def test_another_algorithm_is_left_to_the_roofline(tmp_path: Path, runs: list[str]) -> None:
+def test_what_cannot_be_timed_is_left_to_the_roofline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs: list[str]
+) -> None:
+    """Another algorithm, what has no room, and a call that raises, which is the only one to run."""
     node = call(CONVOLUTION, torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3), *HOW, 1, "native")
     assert timer(tmp_path)((node,), 100) == ROOFLINE((node,), 100)
     assert runs == []
+    node = call(ATEN.mm.default, A, B)
+    with monkeypatch.context() as patch:
+        patch.setattr(call_times, "_available_memory", lambda: 4 * (A.nbytes + B.nbytes) - 1)
+        patch.setattr(timing, "quickest", lambda *given: pytest.fail("it was run"))
+        assert timer(tmp_path)((node,), 100) == ROOFLINE((node,), 100)
+    node.args[1].meta["val"] = B.double()  # type: ignore[union-attr]
+    assert timer(tmp_path)((node,), 100) == ROOFLINE((node,), 100)
 
 
 # --- busy machines ------------------------------------------------------------------------
@@ -394,15 +394,6 @@ def test_what_is_always_disturbed_counts_and_is_not_kept(
     assert timer(tmp_path)((node,), 100) == pytest.approx(500.0)
     assert len(runs) == 2
     assert not number_path(tmp_path, HOST, KIND).exists()
-
-
-def test_what_has_no_room_is_not_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs: list[str]
-) -> None:
-    monkeypatch.setattr(call_times, "_available_memory", lambda: 4 * (A.nbytes + B.nbytes) - 1)
-    monkeypatch.setattr(timing, "quickest", lambda *given: pytest.fail("it was run"))
-    node = call(ATEN.mm.default, A, B)
-    assert timer(tmp_path)((node,), 100) == ROOFLINE((node,), 100)
 
 
 # --- files --------------------------------------------------------------------------------
@@ -432,13 +423,12 @@ def test_what_another_process_wrote_meanwhile_stays(tmp_path: Path) -> None:
 
 
 def test_fake_tensors_of_a_trace_are_measured_for_real(tmp_path: Path, runs: list[str]) -> None:
-    seen = capture(mlp(), [batch(4, 8)])
-    nodes = seen.calls(ATEN.addmm)
+    """The same call twice, once."""
+    nodes = capture(mlp(), [batch(4, 8)]).calls(ATEN.addmm)
     with nodes[0].meta["val"].fake_mode:
         time_of = timer(tmp_path)
-        times = [time_of((n,), 0) for n in nodes]
-    assert len(times) == 2
-    assert times[0] == times[1]  # the same call twice
+        first, second = (time_of((n,), 0) for n in nodes)
+    assert first == second
     assert len(runs) == 1
 
 
