@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -18,7 +18,6 @@ from fxremat.compat.absent.attention import Call, chosen_kernel
 from fxremat.compat.absent.eager import cuda_autocast, without_device
 from fxremat.compat.absent.pretending import CUDA
 from fxremat.compat.tensors import fake_tensors, is_fake
-from fxremat.cost.cuda_scratch import cublas_workspace
 from fxremat.report.report import Report
 from tests import graphs
 from tests.absent_nets import net
@@ -139,11 +138,6 @@ def test_cudnn_repeats_masks_by_itself(kernel: str, shape: tuple[int, ...]) -> N
     assert given.dtype is BF16
 
 
-def test_cublas_works_in_32_mebibytes_from_hopper_on() -> None:
-    assert cublas_workspace((8, 9)) == 8_519_680
-    assert cublas_workspace((9, 0)) == 32 * 2**20
-
-
 # --- autocast -----------------------------------------------------------------------------
 
 
@@ -208,20 +202,14 @@ def on_a_card() -> Iterator[None]:
         yield
 
 
-@pytest.mark.usefixtures("on_a_card")
-@pytest.mark.parametrize("name", list(TYPES))
-def test_types_are_those_of_cuda(name: str) -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("name", TYPES)
+def test_types_are_those_of_cuda(name: str, device: str) -> None:
+    """And the card that is here has the same."""
     run, expected = TYPES[name]
-    with torch.autocast("cuda", LOW):
-        assert run(*squares("cpu")).dtype == expected
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", list(TYPES))
-def test_the_card_that_is_here_has_the_same(name: str) -> None:
-    run, expected = TYPES[name]
-    with torch.autocast("cuda", LOW):
-        assert run(*squares("cuda")).dtype == expected
+    card = cuda_autocast(supports_bfloat16=True) if device == "cpu" else nullcontext()
+    with card, torch.autocast("cuda", LOW):
+        assert run(*squares(device)).dtype == expected
 
 
 def test_each_op_that_cuda_treats_is_known() -> None:
@@ -269,7 +257,7 @@ def test_inner_contexts_and_the_cpu_s() -> None:
 
 def test_all_is_as_before_at_the_end() -> None:
     """Also after an error: the CPU's autocast has its own ops, CUDA's is not there."""
-    _, full = squares("cpu")
+    full = squares("cpu")[1]
     before = torch.set_autocast_enabled, torch.set_autocast_dtype
     with pytest.raises(ZeroDivisionError), cuda_autocast(True), torch.autocast("cuda", LOW):
         raise ZeroDivisionError

@@ -41,7 +41,7 @@ from fxremat.cost.workspaces import Workspaces
 from fxremat.passes.memory_estimation import Estimate
 from fxremat.passes.variants import insertion
 from tests.chains import blocks, chains, homogeneous
-from tests.graphs import Net, batch, capture, linear
+from tests.graphs import Capture, Net, batch, capture, linear
 from tests.test_variants_insertion import RULES, seen
 
 PROBLEM = blocks(4)
@@ -252,6 +252,7 @@ def test_the_least_that_is_named_is_of_candidates_that_no_budget_changes() -> No
 
 
 def test_what_is_within_the_budget_is_not_taken_where_less_is_wanted_and_found() -> None:
+    """A part of a step is taken as soon as it is near what is wanted."""
     wanted = plan_under(0.7).peak_bytes
     more = wanted // 50
     trial = Trial(lambda planned, order: planned + more * (order == NEAR_PEAK))
@@ -259,10 +260,6 @@ def test_what_is_within_the_budget_is_not_taken_where_less_is_wanted_and_found()
     assert trial.seen[0].peak_bytes == wanted + more
     assert found.evaluation.candidate.order == "planned"
     assert found.evaluation.peak_bytes <= wanted
-
-
-def test_a_part_of_a_step_is_taken_as_soon_as_it_is_near_what_is_wanted() -> None:
-    wanted = plan_under(0.7).peak_bytes
     trial = Trial(lambda planned, order: planned + 1)
     found = searching(trial, 2 * wanted, wanted=wanted).run()
     assert [one.peak_bytes for one in trial.seen] == [wanted + 1]
@@ -279,13 +276,9 @@ def forward_values(problem: Problem) -> list[str]:
     return [name for op in problem.ops if op.phase == "forward" for name in op.writes]
 
 
-def test_where_nothing_is_computed_nothing_runs_again() -> None:
-    problem = blocks(3)
-    assert steps_again(problem, set()) == problem.base_steps()
-
-
 def test_what_is_computed_runs_again_once() -> None:
     problem = homogeneous(3)
+    assert steps_again(problem, set()) == problem.base_steps()
     assert steps_again(problem, {"y1"}) == ("f0", "f1", "f2", "loss", "f1", "b2", "b1", "b0")
 
 
@@ -302,16 +295,21 @@ def test_every_choice_of_values_is_a_schedule(data: st.DataObject, problem: Prob
     assert fewer_runs <= replay(problem, steps).time_us
 
 
+def saving(seen: Capture, *saved: fx.Node) -> Draft:
+    """The graph cut so that the forward saves these nodes."""
+    joint = seen.joint
+    halves = extract_forward_backward(
+        joint.module, [*joint.primals, *saved], num_fwd_outputs=1, static_inputs=()
+    )
+    return Draft(joint.module, 1, joint=joint, estimate=seen.found, halves=halves)
+
+
 def test_what_is_saved_as_a_view_is_held() -> None:
     """The forward saves the view, and the problem knows its owner."""
     net = Net(lambda net, x: net.linear(x).view(-1).sin().sum(), linear=linear())
     seen = capture(net, [batch(4, 8)])
-    joint = seen.joint
-    view = next(n for n in joint.module.graph.nodes if n.target is ATEN.view.default)
-    halves = extract_forward_backward(
-        joint.module, [*joint.primals, view], num_fwd_outputs=1, static_inputs=()
-    )
-    draft = Draft(joint.module, 1, joint=joint, estimate=seen.found, halves=halves)
+    view = seen.calls(ATEN.view.default)[0]
+    draft = saving(seen, view)
     assert [node.name for node in draft.saved] == [view.name]
     assert plan_of_torch(draft).steps == seen.problem.base_steps()
 
@@ -321,15 +319,9 @@ def test_an_op_of_which_something_inside_is_saved_does_not_run_again() -> None:
     net = Net(lambda net, x: net.last(net.norm(net.first(x))).sum(),
               first=linear(), norm=torch.nn.LayerNorm(8), last=linear())  # fmt: skip
     seen = capture(net, [batch(4, 8)], fused=True)
-    joint = seen.joint
-    scaled, deviation = (
-        next(n for n in joint.module.graph.nodes if n.target is target)
-        for target in (ATEN.mul.Tensor, ATEN.rsqrt.default)
-    )
+    scaled, deviation = (seen.calls(op)[0] for op in (ATEN.mul.Tensor, ATEN.rsqrt.default))
     assert scaled.name not in seen.problem.writer_of
-    saved = [*joint.primals, scaled, deviation]
-    halves = extract_forward_backward(joint.module, saved, num_fwd_outputs=1, static_inputs=())
-    draft = Draft(joint.module, 1, joint=joint, estimate=seen.found, halves=halves)
+    draft = saving(seen, scaled, deviation)
     products = {op for op in seen.problem.op_of if "mm" in op}
     assert products
     assert not products & set(plan_of_torch(draft).repeats())

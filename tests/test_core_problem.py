@@ -165,11 +165,9 @@ OUTER = Outer(
 
 
 def test_there_and_back() -> None:
+    """Defaults may be missing, and unknown fields are ignored."""
     assert from_data(Outer, json.loads(json.dumps(to_data(OUTER)))) == OUTER
     assert to_data(Move("to host", "a")) == {"to host": "a"}
-
-
-def test_defaults_may_be_missing_and_unknown_fields_are_ignored() -> None:
     assert from_data(Outer, {"inner": [], "colour": "red"}) == Outer(())
     assert from_data(Inner, {"name": "a", "pair": [1, 2]}) == Inner("a", (1, 2.0))
 
@@ -228,14 +226,12 @@ def test_plan_json_text(golden: Golden) -> None:
 
 
 def test_what_nobody_needs_is_gone() -> None:
+    """Where nothing is taken the base problem is left."""
     left = take(LOSS_PROBLEM, ["chunks"])
     assert [op.name for op in left.ops] == ["loss_in_chunks", "tangents", "dx_in_chunks"]
     assert left.outputs == ("loss2", "g", "dx2")
     assert {value.name for value in left.values} == {"x", "w", "g", "loss2", "dx2"}
     assert check(left, left.base_steps()).peak_bytes == 10 + 50 + 4 + 4 + 10 + 200
-
-
-def test_nothing_taken_leaves_the_base_problem() -> None:
     left = take(LOSS_PROBLEM, [])
     assert left.ops == LOSS_PROBLEM.ops
     gone = {value.name for value in LOSS_PROBLEM.values if value not in left.values}
@@ -309,14 +305,12 @@ def test_nothing_runs_again_that_runs_once() -> None:
     assert not any(op.repeatable for op in ops)
 
 
-def test_two_forms_of_one_output_exclude_each_other() -> None:
+def test_forms_that_exclude_or_wait_for_each_other_are_refused() -> None:
+    """Two forms of one output, and a ring of ops."""
     one, other = LOSS_PROBLEM.variants
     assert exclude(one, other)
     with pytest.raises(InvalidProblem, match="'again' and 'chunks' exclude"):
         take(LOSS_PROBLEM, ["chunks", "again"])
-
-
-def test_ops_that_wait_for_each_other_are_refused() -> None:
     ring = Variant(
         "ring",
         ops=(Op("new", ("dx",), ("loss2",), 1.0),),

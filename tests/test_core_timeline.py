@@ -58,6 +58,8 @@ def test_intervals_of_every_copy() -> None:
         Interval("x", 0, 3), Interval("a", 0, 2), Interval("a", 2, 4), Interval("b", 1, 4),
         Interval("c", 3, 4),
     }  # fmt: skip
+    with pytest.raises(KeyError, match="reads a, which was never written"):
+        replay(PROBLEM, ("make_b",))
 
 
 def test_outputs_stay_and_inputs_that_nobody_reads_go() -> None:
@@ -70,11 +72,6 @@ def test_outputs_stay_and_inputs_that_nobody_reads_go() -> None:
         outputs=("y",),
     )
     assert replay(problem, ("make_y", "make_z", "make_y")).live_bytes == (12, 8, 7)
-
-
-def test_a_read_of_what_was_never_written() -> None:
-    with pytest.raises(KeyError, match="reads a, which was never written"):
-        replay(PROBLEM, ("make_b",))
 
 
 def overtaking(*pairs: tuple[str, str], outputs: tuple[str, ...] = ()) -> tuple[int, ...]:
@@ -380,6 +377,7 @@ def weighted() -> Problem:
 
 
 def test_store_all_brings_weights_and_takes_gradients_away() -> None:
+    """Which has to be; but a weight may come twice."""
     problem = weighted()
     steps = store_all(problem)
     assert [str(step) for step in steps] == [
@@ -393,11 +391,6 @@ def test_store_all_brings_weights_and_takes_gradients_away() -> None:
     assert verdict.peak_bytes == line.peak_bytes == 140
     assert line.time_us == verdict.time_us == 60.0 + 4 * 10.0
     assert line.host_peak_bytes == verdict.host_peak_bytes == 0  # they live there anyway
-
-
-def test_a_weight_has_to_come_and_a_gradient_to_go() -> None:
-    """A weight may come twice."""
-    problem, steps = weighted(), store_all(weighted())
     assert "read is not there" in kinds_of(problem, *steps[2:])
     assert kinds_of(problem, *steps[:-2]) == ["not on the host at the end"]
     at = steps.index("b2")

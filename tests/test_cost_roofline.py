@@ -145,15 +145,11 @@ def test_equal_to_the_maximum_at_every_size(moments: list[Terms]) -> None:
         assert found.at(sizes) == max(_live(moments, sizes))
 
 
-def test_what_is_below_everywhere_is_left_out() -> None:
+def test_the_largest_size_within_a_budget() -> None:
+    """What is below everywhere is left out."""
     moments = [(100, 5, 0, 0), (90, 5, 0, 0), (0, 9, 0, 0), (0, 7, 0, 0)]
     found = peak_expression(lambda sizes: _live(moments, sizes), (BATCH,))
     assert str(found) == "Max(9*batch, 5*batch + 100) for 2 <= batch <= 40"
-
-
-def test_the_largest_size_within_a_budget() -> None:
-    moments = [(100, 5, 0, 0), (0, 9, 0, 0)]
-    found = peak_expression(lambda sizes: _live(moments, sizes), (BATCH,))
     fits = {budget: found.largest("batch", budget) for budget in (109, 110, 225, 226, 359, 10**6)}
     assert fits == {109: 0, 110: 2, 225: 25, 226: 25, 359: 39, 10**6: 40}
 
@@ -177,12 +173,9 @@ def test_without_symbols_it_is_a_number() -> None:
     assert str(found) == "7"
 
 
-def test_what_is_no_polynomial_is_refused() -> None:
+def test_what_is_no_polynomial_or_was_not_planned_for_is_refused() -> None:
     with pytest.raises(CannotVary, match="batch"):
         peak_expression(lambda sizes: [2 ** sizes["batch"]], (BATCH,))
-
-
-def test_what_was_not_planned_for_is_refused() -> None:
     found = peak_expression(lambda sizes: [sizes["batch"]], (BATCH,))
     with pytest.raises(CannotVary, match="41 is not from 2 to 40"):
         found.at({"batch": 41})
@@ -271,22 +264,15 @@ def channels_last(args: object) -> list[bool]:
 
 
 def test_images_of_convolutions_have_their_channels_last(graph: fx.Graph) -> None:
-    """Both operands of a convolution; of its gradients all but the weight."""
-    forward = operands(call_of(graph, X.convolution.default), images_last=True)
-    backward = operands(call_of(graph, X.convolution_backward.default), images_last=True)
-    assert channels_last(forward[0]) == [True, True]
-    assert channels_last(backward[0]) == [True, True, False]
-    assert (
-        backward[0][2:]
-        == operands(call_of(graph, X.convolution_backward.default), images_last=False)[0][2:]
-    )
-    assert [one.shape for one in forward[0][:2]] == [(16, 8, 12, 10), (24, 8, 3, 3)]
-
-
-def test_other_operands_are_as_in_the_graph(graph: fx.Graph) -> None:
-    convolution = call_of(graph, X.convolution.default)
+    """Both operands of a convolution; of its gradients all but the weight; no others."""
+    calls = (call_of(graph, op.default) for op in (X.convolution, X.convolution_backward, X.sum))
+    convolution, gradients, summed = calls
+    forward, backward = (operands(one, images_last=True)[0] for one in (convolution, gradients))
+    assert channels_last(forward) == [True, True]
+    assert channels_last(backward) == [True, True, False]
+    assert backward[2:] == operands(gradients, images_last=False)[0][2:]
+    assert [one.shape for one in forward[:2]] == [(16, 8, 12, 10), (24, 8, 3, 3)]
     assert channels_last(operands(convolution, images_last=False)[0]) == [False, False]
-    summed = call_of(graph, X.sum.default)
     assert channels_last(operands(summed, images_last=True)[0]) == [False]
 
 

@@ -21,6 +21,7 @@ from fxremat.cost.cuda_scratch import (
     MOST_THREADS,
     CudaScratch,
     Multiprocessors,
+    cublas_workspace,
     scratch_of_reduction,
 )
 from fxremat.cost.workspaces import Workspaces
@@ -227,6 +228,11 @@ def test_blocks_of_calls(name: str) -> None:
     targets, args, blocks = BLOCKS[name]
     for target in targets:
         assert CudaScratch().blocks_of_call(target, args, {}) == blocks
+
+
+def test_cublas_works_in_32_mebibytes_from_hopper_on() -> None:
+    assert cublas_workspace((8, 9)) == 8_519_680
+    assert cublas_workspace((9, 0)) == 32 * 2**20
 
 
 def test_what_writes_into_given_memory_has_the_same_schema() -> None:
