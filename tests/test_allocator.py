@@ -150,6 +150,7 @@ def test_divisions_round_requests() -> None:
 
 
 def test_wrong_use_is_refused() -> None:
+    """Also by the replay of a trace."""
     one = CachingAllocator()
     with pytest.raises(ValueError, match="-1 bytes"):
         one.allocate(-1)
@@ -157,28 +158,17 @@ def test_wrong_use_is_refused() -> None:
     one.free(address)
     with pytest.raises(ValueError, match="free each address once"):
         one.free(address)
-
-
-def test_replay_names_peaks() -> None:
-    events: list[Event] = [
-        Allocate("a", 3 * MIB),
-        Allocate("b", 30 * MIB),
-        Free("b"),
-        EmptyCache(),
-        Allocate("c", 17 * MIB),
-        Free("a"),
-        Allocate("a", 2 * MIB, stream=1),
-    ]
-    usage = replay(events)
-    assert (usage.peak_allocated_bytes, usage.peak_reserved_bytes) == (33 * MIB, 50 * MIB)
-    assert usage.peak_requested_bytes == 33 * MIB
-
-
-def test_replay_refuses_impossible_traces() -> None:
     with pytest.raises(ValueError, match=r"event 1 allocates 'a' again"):
         replay([Allocate("a", 1), Allocate("a", 1)])
     with pytest.raises(ValueError, match=r"event 0 frees 'a'"):
         replay([Free("a")])
+
+
+def test_replay_names_peaks() -> None:
+    first, then = (taken(A, 3), taken(B, 30), Free(B)), (taken(C, 17), Free(A), taken(A, 2, 1))
+    usage = replay([*first, EmptyCache(), *then])
+    assert (usage.peak_allocated_bytes, usage.peak_reserved_bytes) == (33 * MIB, 50 * MIB)
+    assert usage.peak_requested_bytes == 33 * MIB
 
 
 @pytest.mark.parametrize("expandable", [False, True])
@@ -328,6 +318,8 @@ def test_one_key(text: str, fields: dict[str, Any]) -> None:
 
 def test_divisions_by_size() -> None:
     """The first pair holds for smaller sizes too, ``>`` past the last; 128 MB has none."""
+    with pytest.raises(ValueError, match="powers of 2"):
+        AllocatorSettings(divisions=(3,) * 16)
     settings = parse_settings("roundup_power2_divisions:[64:8,256:4,512:0,1024:2,>:1]")
     divisions = [8, 8, 8, 8, 8, 8, 8, 0, 4, 0, 2, 1, 1, 1, 1, 1]
     assert settings.divisions == tuple(divisions)
@@ -362,11 +354,6 @@ def test_what_is_wrong_is_named(text: str, why: str) -> None:
     with pytest.raises(ValueError, match=why) as caught:
         parse_settings(text)
     assert text.split(":")[0].strip(",") in str(caught.value)
-
-
-def test_fields_are_checked_too() -> None:
-    with pytest.raises(ValueError, match="powers of 2"):
-        AllocatorSettings(divisions=(3,) * 16)
 
 
 # --- snapshot -----------------------------------------------------------------------------

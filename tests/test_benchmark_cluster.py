@@ -13,31 +13,19 @@ from benchmarks.cluster_model import Job
 from fxremat.compat.absent.pretending import has_triton
 
 TINY = Job(
-    layers=4,
-    width=64,
-    heads=4,
-    kv_heads=2,
-    hidden=128,
-    words=256,
-    tokens=32,
-    sequences=2,
-    micro_batches=3,
-    shards=2,
-    tensor=2,
-    stages=2,
-)
+    layers=4, width=64, heads=4, kv_heads=2, hidden=128, words=256, tokens=32, sequences=2,
+    micro_batches=3, shards=2, tensor=2, stages=2,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("stage", "expected"), [(0, "FFFFBFBFBBBB"), (2, "FFBFBFBFBFBB"), (3, "FBFBFBFBFBFB")]
+    ("stage", "micro_batches", "expected"),
+    [(0, 6, "FFFFBFBFBBBB"), (2, 6, "FFBFBFBFBFBB"), (3, 6, "FBFBFBFBFBFB"), (0, 2, "FFBB")],
 )
-def test_the_order_of_a_stage_under_1f1b(stage: int, expected: str) -> None:
-    order = cluster.order_of(stage, 4, 6)
-    assert "".join("F" if forward else "B" for forward, _ in order) == expected
-
-
-def test_fewer_micro_batches_than_stages_all_wait() -> None:
-    assert cluster.order_of(0, 4, 2) == ((True, 0), (True, 0), (False, 0), (False, 0))
+def test_the_order_of_a_stage_under_1f1b(stage: int, micro_batches: int, expected: str) -> None:
+    """Where there are fewer micro-batches than stages, all wait."""
+    order = cluster.order_of(stage, 4, micro_batches)
+    assert order == tuple((each == "F", 0) for each in expected)
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 from xml.etree import ElementTree
 
 import pytest
@@ -72,9 +73,13 @@ def test_solve_and_check(problem: str, tmp_path: Path, run: Run, budget: str) ->
     status, printed, _ = run("check", problem, out, *given)
     assert status == 0
     assert "ok: peak 2" in printed
-    status, printed, _ = run("check", problem, out, "--budget", "10")
-    assert status == 1
-    assert "over budget" in printed
+    steps = phased_chain(8).base_steps()
+    bad = tmp_path / "bad.json"
+    bad.write_text(json.dumps({"steps": [*steps[1:], "y0"]}))
+    for wrong, said in (([out, "--budget", "10"], "over budget"), ([bad], "read is not there")):
+        status, printed, _ = run("check", problem, *wrong)
+        assert status == 1
+        assert said in printed
 
 
 def test_solve_and_check_with_moves(tmp_path: Path, run: Run) -> None:
@@ -113,15 +118,6 @@ def test_times_of_another_device(tmp_path: Path, run: Run, refused: Refused) -> 
     assert unknown in refused(*trace, "--device", "H1000")
 
 
-def test_check_of_a_bad_plan(problem: str, tmp_path: Path, run: Run) -> None:
-    steps = phased_chain(8).base_steps()
-    path = tmp_path / "plan.json"
-    path.write_text(json.dumps({"steps": [*steps[1:], "y0"]}))
-    status, printed, _ = run("check", problem, path)
-    assert status == 1
-    assert "read is not there" in printed
-
-
 def test_a_budget_that_nothing_fits(problem: str, tmp_path: Path, refused: Refused) -> None:
     out = tmp_path / "plan.json"
     given = ["--budget", "5", "--solver", "greedy", "--out", out]
@@ -158,7 +154,10 @@ def test_solver_and_limit_are_passed_on(
     assert "solver    mine" in printed
 
 
-def test_ctrl_c_gives_the_best_plan_so_far(problem: str, mine: list[Any], run: Run) -> None:
+def test_ctrl_c_gives_the_best_plan_so_far(
+    problem: str, mine: list[Any], run: Run, refused: Refused, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outside of solving it ends the command."""
     mine.append(lambda *_: os.kill(os.getpid(), signal.SIGINT))
     before = signal.getsignal(signal.SIGINT)
     status, printed, error = run("solve", problem, "--budget", "100%", "--solver", "mine")
@@ -166,14 +165,7 @@ def test_ctrl_c_gives_the_best_plan_so_far(problem: str, mine: list[Any], run: R
     assert "solver    mine" in printed
     assert "interrupted" in error
     assert signal.getsignal(signal.SIGINT) is before
-
-
-def test_ctrl_c_outside_of_solving(
-    problem: str, monkeypatch: pytest.MonkeyPatch, refused: Refused
-) -> None:
-    def interrupted(path: str) -> Problem:
-        raise KeyboardInterrupt
-
+    interrupted = mock.Mock(side_effect=KeyboardInterrupt)
     monkeypatch.setattr("fxremat.cli.arguments.load_problem", interrupted)
     line = refused("solve", problem, "--budget", "5", status=130)
     assert line == "fxremat: interrupted\n"
@@ -368,7 +360,8 @@ def test_what_is_not_supported_is_named(monkeypatch: pytest.MonkeyPatch, run: Ru
 # --- explain ------------------------------------------------------------------------------
 
 
-def test_files_of_two_graphs(tmp_path: Path, run: Run) -> None:
+def test_files_of_two_graphs(tmp_path: Path, run: Run, refused: Refused) -> None:
+    """And one that cannot be written."""
     reports = [planned(), replace(moving(), graph=1)]
     for report in reports:
         write_report(str(tmp_path), report)
@@ -385,12 +378,8 @@ def test_files_of_two_graphs(tmp_path: Path, run: Run) -> None:
     assert page.read_text() == page_of(reports, small_front())
     assert json.loads(trace.read_text()) == chrome_trace(reports)
     assert pickle.loads(snapshot.read_bytes()) == memory_snapshot(reports)
-
-
-def test_a_file_that_cannot_be_written(tmp_path: Path, refused: Refused) -> None:
-    write_report(str(tmp_path), planned())
-    report, nowhere = tmp_path / "graph_0.report.json", tmp_path / "no" / "file"
-    assert "No such file or directory" in refused("explain", report, "--memory-viz", nowhere)
+    nowhere = refused("explain", *given, "--memory-viz", tmp_path / "no" / "file")
+    assert "No such file or directory" in nowhere
 
 
 def test_a_step_is_planned(

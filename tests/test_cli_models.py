@@ -324,22 +324,18 @@ def test_configs_are_refused_in_one_line(
     assert said in refused("explain", config(data), "--device", "cpu", *more)
 
 
-def test_transformers_is_asked_for(
-    config: Written, monkeypatch: pytest.MonkeyPatch, refused: Refused
-) -> None:
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    line = refused("explain", config(TEXT), "--device", "cpu")
-    assert "pip install 'fxremat[transformers]'" in line
-
-
 def test_the_step_of_a_config_is_planned(
-    config: Written, monkeypatch: pytest.MonkeyPatch, run: Run
+    config: Written, monkeypatch: pytest.MonkeyPatch, run: Run, refused: Refused
 ) -> None:
+    """Without transformers it is asked for."""
     monkeypatch.setenv("FXREMAT_VARIANTS", "none")
     monkeypatch.setenv("FXREMAT_SOLVER", "greedy")
     status, printed, _ = run("explain", config(TEXT), "--device", "cpu", "--budget", "1MiB")
     assert status == 0
     assert "of 1.00 MiB" in printed
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    line = refused("explain", config(TEXT), "--device", "cpu")
+    assert "pip install 'fxremat[transformers]'" in line
 
 
 # --- bisect -------------------------------------------------------------------------------
@@ -386,12 +382,13 @@ def test_numbers_are_compared_where_they_are_asked_for(script: Written, run: Run
 
 
 def test_it_says_where_nothing_or_no_single_part_differs(script: Written, run: Run) -> None:
-    status, out, _ = run("bisect", script("sys.exit(1)"))
-    assert status == 1
-    assert "fxremat makes no difference" in out
-    status, out, _ = run("bisect", script("if on('DISABLE', '1'): sys.exit('it broke')"))
-    assert status == 1
-    assert "no single part makes the difference" in out
+    for text, said in (
+        ("sys.exit(1)", "fxremat makes no difference"),
+        ("if on('DISABLE', '1'): sys.exit('it broke')", "no single part makes the difference"),
+    ):
+        status, out, _ = run("bisect", script(text))
+        assert status == 1
+        assert said in out
     assert out.endswith("it broke\n")
 
 
