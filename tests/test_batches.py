@@ -20,11 +20,8 @@ LENGTH = [(0, 1)]
 def _net() -> Net:
     """Its loss, of tokens (batch, length)."""
     layers = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
-    return Net(
-        lambda net, tokens: net.layers(net.embedding(tokens)).square().mean(),
-        embedding=nn.Embedding(16, 64),
-        layers=layers,
-    )
+    parts = {"embedding": nn.Embedding(16, 64), "layers": layers}
+    return Net(lambda net, tokens: net.layers(net.embedding(tokens)).square().mean(), **parts)
 
 
 def _check(batches: Iterable[list[int]], budget: str = "1GiB") -> BatchCheck:

@@ -74,6 +74,9 @@ def test_sizes_of_a_tree(tree: Path) -> None:
     assert found["tuning numbers"] == ["fxremat.core.constants.ROUNDS"]
     assert found["facts"] == ["fxremat.sizes.KIB", "fxremat.sizes.MIB"]
     assert found["glossary entries"] == ["op"]
+    for i in range(house.FOLDER_FILES):
+        (tree / "passes" / "inner" / f"part_{i}.py").write_text("")
+    assert house.measure(tree)["folders over 15 files"] == ["passes/inner"]
 
 
 def test_imports_of_a_tree(tree: Path) -> None:
@@ -86,12 +89,6 @@ def test_imports_of_a_tree(tree: Path) -> None:
     graph = house.imports(house.product(tree))
     assert graph["fxremat.passes.plan"] == ["fxremat.core.constants", "fxremat.passes.base"]
     assert graph["fxremat.passes.base"] == ["fxremat.sizes"]
-
-
-def test_a_folder_with_many_files(tree: Path) -> None:
-    for i in range(house.FOLDER_FILES):
-        (tree / "passes" / "inner" / f"part_{i}.py").write_text("")
-    assert house.measure(tree)["folders over 15 files"] == ["passes/inner"]
 
 
 @pytest.mark.parametrize(
@@ -112,8 +109,7 @@ def test_a_folder_with_many_files(tree: Path) -> None:
     ],
 )
 def test_tuning_numbers_and_facts(text: str, fact: bool) -> None:
-    tree = ast.parse(text)
-    found = [*house_numbers.numbers("fxremat.cost.here", text, tree)]
+    found = house_numbers.numbers("fxremat.cost.here", text, ast.parse(text))
     assert {is_fact for _, is_fact in found} == {fact}
 
 

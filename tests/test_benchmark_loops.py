@@ -42,11 +42,6 @@ def test_models_train_as_many_bytes_as_those_that_a_gpu_ran(recorded: Recorded) 
     assert trained == sum(recorded.trained)
 
 
-def test_a_budget_is_a_part_of_what_plain_compile_takes_or_bytes() -> None:
-    assert budget_of("60%", 1000) == 600
-    assert budget_of("8MiB", 1000) == 8 * MIB
-
-
 def test_another_shape_is_half_the_batch_or_half_the_text() -> None:
     text, mask = torch.zeros(4, 6), torch.zeros(6, 6)
     assert [x.shape for x in half_of_batch((text, mask, text[:, 0]))] == [(2, 6), (6, 6), (2,)]
@@ -54,6 +49,9 @@ def test_another_shape_is_half_the_batch_or_half_the_text() -> None:
 
 
 def test_what_is_asked_for_is_checked() -> None:
+    """A budget is bytes, or a part of what plain compile takes."""
+    assert budget_of("60%", 1000) == 600
+    assert budget_of("8MiB", 1000) == 8 * MIB
     assert arguments([]).models == list(MODELS)
     assert arguments([]).loops == list(LOOPS)
     for words in (["nobody"], ["--loops", "none"], ["--device", "abacus"]):
@@ -269,6 +267,7 @@ def test_momentum_is_a_copy_of_the_first_gradients() -> None:
 
 
 def test_gradients_are_those_of_the_graph_and_go_where_the_loop_drops_them() -> None:
+    """The peak says who holds what."""
     record = _recorded(_trained_with(torch.optim.AdamW, fused=True))
     assert _bytes(record, "gradients") == [WEIGHT] * WEIGHTS * 3
     assert _bytes(record, "parameters") == [WEIGHT] * WEIGHTS
@@ -278,6 +277,9 @@ def test_gradients_are_those_of_the_graph_and_go_where_the_loop_drops_them() -> 
     assert 0 <= small < 0.01 * MIB
     assert gradients < TEMPORARY + SAVED  # which are gone when these come
     assert usage.steps[1].moment in ("forward", "backward")
+    assert usage.held["parameters"] == parameters
+    assert usage.unused == usage.reserved - sum(usage.held.values())
+    assert usage.reserved == max(step.reserved for step in usage.steps)
 
 
 def test_gradients_of_later_micro_batches_are_added_and_freed() -> None:
@@ -329,26 +331,21 @@ def test_clipping_and_scaling_take_numbers_only(loop: Loop) -> None:
 
 
 def test_a_moving_average_is_a_copy_and_evaluation_frees_what_it_makes() -> None:
+    """Emptying the cache is an event."""
+
     def loop(model: nn.Module, next_step: NextStep) -> None:
         average = copy.deepcopy(model)
         with torch.no_grad():
             torch._foreach_lerp_(list(average.parameters()), list(model.parameters()), 0.1)
             average()
+        torch.cuda.empty_cache()
 
     record = _recorded(loop)
+    assert sum(isinstance(one.event, EmptyCache) for one in record.happenings) == 1
     assert [n for n in _bytes(record, "eager") if n > 4] == [WEIGHT] * WEIGHTS
     freed = {one.event.name for one in record.happenings if isinstance(one.event, Free)}
     made = {name for name, holder in record.holders.items() if holder == "graph"}
     assert made <= freed
-
-
-def test_emptying_the_cache_is_an_event() -> None:
-    def loop(model: nn.Module, next_step: NextStep) -> None:
-        model()
-        torch.cuda.empty_cache()
-
-    record = _recorded(loop)
-    assert isinstance(record.happenings[-1].event, EmptyCache)
 
 
 def test_libraries_take_workspaces_once_and_tuning_writes_over_memory_once() -> None:
@@ -381,13 +378,6 @@ def test_graphs_stand_in_for_what_is_compiled_between_eager_code() -> None:
             assert all(one is not None and one.shape == (WIDTH, WIDTH) for one in gradients)
             record = recorder.record()
     assert _bytes(record, "gradients") == [WEIGHT] * WEIGHTS
-
-
-def test_the_peak_says_who_holds_what() -> None:
-    usage = replay_loop(_recorded(_trained_with(torch.optim.AdamW, fused=True)))
-    assert usage.held["parameters"] == WEIGHTS * WEIGHT
-    assert usage.unused == usage.reserved - sum(usage.held.values())
-    assert usage.reserved == max(step.reserved for step in usage.steps)
 
 
 @pytest.mark.parametrize(("name", "error"), [("bert_amp", 0.005), ("clip_amp", 0.005),

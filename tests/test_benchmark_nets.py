@@ -7,7 +7,6 @@ import random
 import re
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -55,20 +54,13 @@ NAMES = sorted(set(MODELS) - {"gpt16", "gpt6", "gpt48", "gpt50k", "llama32"})
 LARGE = ("resnet50", "vgg16")
 
 
-@dataclass(frozen=True)
-class Step:
-    """What a training step of a model gives."""
-
-    loss: Tensor
-    gradients: list[Tensor | None]
-
-
-def step(model: nn.Module, arguments: tuple[Tensor, ...]) -> Step:
-    """One step; random numbers are the same in each."""
+def step(model: nn.Module, arguments: tuple[Tensor, ...]) -> list[Tensor | None]:
+    """The gradients of one step; random numbers are the same in each."""
     torch.manual_seed(1)
     loss = model(*arguments)
+    assert loss.shape == ()
     loss.backward()
-    return Step(loss.detach(), [parameter.grad for parameter in model.parameters()])
+    return [parameter.grad for parameter in model.parameters()]
 
 
 def few(name: str) -> tuple[Network, tuple[Tensor, ...]]:
@@ -105,11 +97,9 @@ def test_dynamo_captures_one_graph(name: str) -> None:
 def test_every_parameter_gets_the_gradient_that_it_has_with_checkpoints(name: str) -> None:
     model, arguments = few(name)
     plain = step(model, arguments)
-    assert plain.loss.shape == ()
-    assert all(gradient is not None and gradient.isfinite().all() for gradient in plain.gradients)
+    assert all(gradient is not None and gradient.isfinite().all() for gradient in plain)
     model.zero_grad(set_to_none=True)
-    found = step(with_checkpoint(model), arguments)
-    torch.testing.assert_close(found.gradients, plain.gradients)
+    torch.testing.assert_close(step(with_checkpoint(model), arguments), plain)
 
 
 def test_only_models_with_dropout_draw_random_numbers() -> None:
@@ -142,11 +132,10 @@ def test_repeated_blocks_are_the_outermost_ones() -> None:
     assert checkpoint_blocks([model, nn.Linear(2, 2)]) == 3
 
 
-def row(status: str, **found: Any) -> MatrixRow:
-    return MatrixRow({"name": "one", "status": status, **found})
-
-
 def test_what_breaks_a_promise_is_bad() -> None:
+    def row(status: str, **found: Any) -> MatrixRow:
+        return MatrixRow({"name": "one", "status": status, **found})
+
     way = {"peaks": [90, 100], "first_seconds": 1.0, "step_seconds": 1.0}
     assert all(row(status).is_bad for status in ("over", "failed", "inactive"))
     assert row("refused", budget=100, checkpointed=way).is_bad
@@ -161,9 +150,8 @@ def test_a_file_is_continued_and_a_page_made(
 
     def measure(name: str, minutes: float) -> MatrixRow:
         asked.append(name)
-        return MatrixRow(
-            {"name": name, "status": "ok" if name == "gnn" else "over", "error": "much"}
-        )
+        status = "ok" if name == "gnn" else "over"
+        return MatrixRow({"name": name, "status": status, "error": "much"})
 
     monkeypatch.setattr(matrix, "measure", measure)
     found = tmp_path / "rows.json"
@@ -247,8 +235,6 @@ def test_tokens_in_published_bytes() -> None:
 
 @pytest.mark.parametrize(("name", "billions"), [("qwen3-8b-16k", 8.19), ("qwen3-4b-32k", 4.02)])
 def test_models_have_their_published_sizes(name: str, billions: float) -> None:
-    import torch
-
     with torch.device("meta"):
         model = SETTINGS[name].network(16)
     assert sum(p.numel() for p in model.parameters()) / GB == pytest.approx(billions, abs=0.005)
@@ -271,14 +257,11 @@ def test_little_is_unused_in_recorded_steps() -> None:
 # --- constants ----------------------------------------------------------------------------
 
 
-def test_every_constant_is_found() -> None:
+def test_every_constant_is_found_and_is_itself_again_afterwards() -> None:
     names = [str(one) for one in all_constants()]
     assert {"TRIES", "HALVES[2]"} <= {*names}
     assert "HALVES[0]" not in names, "nothing is half of 0"
     assert len(set(names)) == len(names)
-
-
-def test_a_constant_is_itself_again_afterwards() -> None:
     before = constants.HALVES
     with Constant("HALVES", 2).scaled(2.0):
         assert constants.HALVES == (0.0, 0.5, 2.0)
@@ -362,6 +345,7 @@ def _row(name: str, kind: str, peak: int, ratios: list[float], budget: int | Non
 
 
 def test_ours_is_compared_with_the_way_whose_bytes_it_has() -> None:
+    """It is slower where the whole interval is above one."""
     ours = _row("fxremat@knob", "fxremat", 99, [1.1, 1.2, 1.3], budget=100)
     ours.report = {"time_overhead": 0.1, "predicted_peak_bytes": 100}
     rows = [
@@ -378,9 +362,6 @@ def test_ours_is_compared_with_the_way_whose_bytes_it_has() -> None:
     assert one.against.median == pytest.approx(1.1 / 1.2)
     assert one.points == pytest.approx(10.0)
     assert "slower than by hand: 0 of 1" in summary(list(found.values()))
-
-
-def test_ours_is_slower_where_the_whole_interval_is_above_one() -> None:
     rows = [
         _row("compile", "compile", 200, [1.0] * 9),
         _row("checkpoint", "checkpoint", 100, [1.0] * 9),

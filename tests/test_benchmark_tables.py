@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,8 @@ def test_a_solver_refuses(problems: Path, capsys: pytest.CaptureFixture[str]) ->
 def test_a_false_peak_fails(
     problems: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """So do steps that are missing."""
+
     def lie(problem: Problem, budget: int | None, name: str, options: SolverOptions) -> Plan:
         return replace(solve(problem, budget, name, options), peak_bytes=1)
 
@@ -98,9 +101,6 @@ def test_a_false_peak_fails(
     assert status == 1
     assert [row["status"] for row in rows] == ["FAILED"]
     assert "FAILED: 1 of 1 rows" in capsys.readouterr().out
-
-
-def test_steps_that_are_missing_fail() -> None:
     problem = homogeneous(4)
     case = planner.make_case("chain", problem, 100)
     plan = solve(problem, None, "greedy")
@@ -163,27 +163,23 @@ def test_verdicts() -> None:
 
 
 def test_broken_promises_are_failures() -> None:
-    over = rules_measure.Figures("a rule", "gpt", "with", budget_bytes=80, peak_bytes=81)
+    figures = partial(rules_measure.Figures, "a rule", "gpt")
+    over = figures("with", budget_bytes=80, peak_bytes=81)
     assert list(over.failures()) == ["a rule, with: 81 bytes, budget 80"]
-    wrong = rules_measure.Figures("a rule", "gpt", "with", gradient_error=0.1)
+    wrong = figures("with", gradient_error=0.1)
     assert len(list(wrong.failures())) == 1
-    lossy = rules_measure.Figures(
-        "a rule", "gpt", "with", True, gradient_error=0.1, report={"variants": {"a rule": 1}}
-    )
+    lossy = figures("with", True, gradient_error=0.1, report={"variants": {"a rule": 1}})
     assert list(lossy.failures()) == []
-    assert "the least is 1.00 MiB" in rules_measure.table(
-        [rules_measure.Figures("a rule", "gpt", "without", least_bytes=1 << 20)]
-    )
+    least = figures("without", least_bytes=1 << 20)
+    assert "the least is 1.00 MiB" in rules_measure.table([least])
 
 
 @pytest.mark.skipif(
     not hasattr(torch.nn, "LinearCrossEntropyOptions"), reason="this torch has no such call"
 )
 def test_the_call_of_torch_computes_the_same() -> None:
-    shape = library_calls.Shape(2, 8, 8, 300)
-    gpt, arguments = library_calls.make(shape)
-    expected = gpt(*arguments)
-    torch.testing.assert_close(library_calls.WithCall(gpt)(*arguments), expected)
+    gpt, arguments = library_calls.make(library_calls.Shape(2, 8, 8, 300))
+    torch.testing.assert_close(library_calls.WithCall(gpt)(*arguments), gpt(*arguments))
 
 
 def result(peak: int | None, added: float, **more: Any) -> dict[str, Any]:
@@ -332,11 +328,9 @@ def test_what_is_wrong_is_said_and_a_refusal_is_not(
 # --- seconds ------------------------------------------------------------------------------
 
 
-def test_steady_steps_are_taken_off() -> None:
-    assert until_steady({"steps": [10.0, 3.0, 1.0, 1.0, 1.0, 1.0, 1.2, 1.0, 1.0, 0.9]}) == 11.0
-
-
 def test_ratios_are_to_plain_with_caches_in_the_same_state() -> None:
+    """Steady steps are taken off."""
+    assert until_steady({"steps": [10.0, 3.0, 1.0, 1.0, 1.0, 1.0, 1.2, 1.0, 1.0, 0.9]}) == 11.0
     row = Seconds("gpt12", plain_cold=[10, 20], cold=[15, 26], plain_warm=[4, 4], warm=[4.4, 5])
     row.refused = [30, 40]
     assert row.ratio("cold") == pytest.approx((1.5 + 1.3) / 2)
@@ -364,13 +358,8 @@ def test_a_model_is_measured_once_and_kept(
     path = tmp_path / "seconds.json"
     seconds.main(["--models", "gpt12", "--json", str(path)])
     seconds.main(["--models", "gpt12", "--json", str(path)])
-    assert asked == [
-        ("plain", "plain", None),
-        ("fxremat", "fxremat", 60),
-        ("plain", "plain", None),
-        ("fxremat", "fxremat", 60),
-        ("refused", "refused", None),
-    ]
+    measured = [("plain", "plain", None), ("fxremat", "fxremat", 60)]
+    assert asked == [*measured, *measured, ("refused", "refused", None)]
     (row,) = json.loads(path.read_text())["rows"]
     assert (row["cold"], row["refused"], row["least"]) == ([10.0], [20.0], 30)
     assert "took 100 of 60 bytes" in capsys.readouterr().out

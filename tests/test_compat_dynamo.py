@@ -50,15 +50,20 @@ LOG = logging.getLogger(__name__)
 def test_what_is_logged_ends_no_graph_if_it_is_left_out() -> None:
     counted = CompileCounter()
 
-    def log(net: Any, x: torch.Tensor) -> torch.Tensor:
+    def log(x: torch.Tensor) -> torch.Tensor:
         LOG.warning("a message")
         return x * 2
 
-    logging_net = Net(log)
     with torch._dynamo.config.patch(ignore_logging_functions=set()):
         dynamo.leave_out_logs([logging.Logger.warning])
-        torch.compile(logging_net, backend=counted, fullgraph=True)(X)
+        torch.compile(log, backend=counted, fullgraph=True)(X)
     assert counted.frame_count == 1
+
+
+def broken(x: torch.Tensor) -> torch.Tensor:
+    y = x.sin()
+    torch._dynamo.graph_break()
+    return y.cos()
 
 
 def test_graphs_of_a_model_with_graph_breaks() -> None:
@@ -67,12 +72,6 @@ def test_graphs_of_a_model_with_graph_breaks() -> None:
     backend = noting(
         seen, lambda gm, inputs: (dynamo.current_compilation()[0], dynamo.more_follow(gm))
     )
-
-    def broken(x: torch.Tensor) -> torch.Tensor:
-        y = x.sin()
-        torch._dynamo.graph_break()
-        return y.cos()
-
     torch._dynamo.reset()
     torch.compile(broken, backend=backend)(X)
     frames, breaks = zip(*seen, strict=True)
@@ -92,16 +91,8 @@ def test_a_graph_is_the_whole_call_unless_somebody_goes_on_with_its_results() ->
 
         return run
 
-    def broken(x: torch.Tensor) -> torch.Tensor:
-        y = x.sin()
-        torch._dynamo.graph_break()
-        return y.cos()
-
-    def inner(x: torch.Tensor) -> torch.Tensor:
-        return x.sin()
-
     def around(x: torch.Tensor) -> torch.Tensor:
-        return torch.compile(inner, backend=backend)(x)
+        return torch.compile(lambda x: x.sin(), backend=backend)(x)
 
     hooked = nn.Linear(4, 4)
     unseen: Any = torch._dynamo.disable(lambda module, given, result: None)  # type: ignore[no-untyped-call]
@@ -161,13 +152,11 @@ def test_regions_that_run_again_are_counted_also_inside_of_each_other() -> None:
     def inner(x: torch.Tensor) -> torch.Tensor:
         return x.sin().cos()
 
-    def outer(x: torch.Tensor) -> torch.Tensor:
-        again: torch.Tensor = checkpoint(inner, x.exp(), use_reentrant=False)
-        return again
+    def outer(x: torch.Tensor) -> Any:
+        return checkpoint(inner, x.exp(), use_reentrant=False)
 
-    def step(x: torch.Tensor) -> torch.Tensor:
-        again: torch.Tensor = checkpoint(outer, inner(x), use_reentrant=False)
-        return again
+    def step(x: torch.Tensor) -> Any:
+        return checkpoint(outer, inner(x), use_reentrant=False)
 
     for function in (inner, outer, step):
         torch._dynamo.reset()
@@ -192,30 +181,24 @@ def parts_of_all_sorts() -> torch.nn.Sequential:
 
 
 def test_compiled_in_place() -> None:
+    """Parts are compiled for a while, and then for good: where they stand, as they are wrapped."""
     torch._dynamo.reset()
-    model, seen = parts_of_all_sorts(), list[int]()
+    model, x, seen = parts_of_all_sorts(), torch.ones(2, 4), list[int]()
     backend = noting(seen, lambda gm, inputs: len(inputs))
+    expected, before = model(x), list(model)
     wrapped, first = model[1], model[0]._compiled_call_impl
     with dynamo.compiled_in_place(model, dynamo.compiled_parts(model), backend):
         assert type(model[1]) is Doubled
-        model(torch.ones(2, 4))
+        model(x)
     assert len(seen) == 2  # an input with a gradient, and one without
     assert model[1] is wrapped
     assert model[0]._compiled_call_impl is first
     assert dynamo.unwrapped(wrapped)._compiled_call_impl is None
-
-
-def test_compile_parts() -> None:
-    """Where they stand, and as they are wrapped."""
     torch._dynamo.reset()
-    model, seen = parts_of_all_sorts(), list[int]()
-    backend = noting(seen, lambda gm, inputs: len(inputs))
-    expected = model(torch.ones(2, 4))
-    before = list(model)
     dynamo.compile_parts(model, dynamo.compiled_parts(model), backend=backend)
-    torch.testing.assert_close(model(torch.ones(2, 4)), expected)
+    torch.testing.assert_close(model(x), expected)
     assert list(model) == before
-    assert len(seen) == 2  # an input with a gradient, and one without
+    assert len(seen) == 4
 
 
 def test_regions_are_inlined_also_inside_of_each_other() -> None:
@@ -369,12 +352,7 @@ def test_trace_artifact(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_modules_whose_call_is_running() -> None:
     seen: list[dict[torch.nn.Module, Any]] = []
 
-    class Inner(torch.nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            seen.append(dynamo.calling_modules())
-            return x
-
-    inner = Inner()
+    inner = Net(lambda net, x: seen.append(dynamo.calling_modules()) or x)  # type: ignore[func-returns-value]
     outer = torch.nn.Sequential(torch.nn.Identity(), inner)
     x = torch.ones(1)
     outer(x)

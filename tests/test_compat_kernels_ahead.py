@@ -104,14 +104,11 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_begin_kernels(begun: list[str]) -> None:
-    """All of them, and nothing else of the code runs."""
+    """All of them, and nothing else of the code runs; what cannot be begun is left."""
     begin_kernels(Generated("import torch\n" + GENERATED, {}, {}, ()))
     assert begun == ["this is no C++", "nor this"]
-
-
-@pytest.mark.parametrize("source", ["this is no Python", "raise ValueError", "1 / 0"])
-def test_what_cannot_be_begun_is_left(source: str) -> None:
-    begin_kernels(Generated(source, {}, {}, ()))
+    for source in ("this is no Python", "raise ValueError", "1 / 0"):
+        begin_kernels(Generated(source, {}, {}, ()))
 
 
 SOURCE = """
@@ -170,28 +167,23 @@ def results(sources: list[str]) -> list[float]:
 
 
 @pytest.mark.usefixtures("fresh")
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize(
+    ("workers", "joins", "who"),
+    [(1, True, ["ours"]), (2, True, ["ours"] * 3), (1, False, ["ours", *["Inductor"] * 3])],
+)
 def test_kernels_of_a_graph_are_compiled_together_and_once(
-    workers: int, runs: list[str], monkeypatch: pytest.MonkeyPatch
+    workers: int, joins: bool, who: list[str], runs: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Inductor compiles what cannot be compiled together."""
+    if not joins:
+        monkeypatch.setattr(kernels, "joined", lambda kernels: "this is no C++")
     sources = [SOURCE.format(number=number) for number in (2.0, 3.0, 4.0)]
     with monkeypatch.context() as several:
         several.setattr(async_compile, "get_compile_threads", lambda: workers)
         begin_kernels(generated(sources))
         begin_kernels(generated(sources))
     assert results(sources) == [3.0, 4.0, 5.0]
-    assert runs == ["ours"] * (1 if workers == 1 else 3)
-
-
-@pytest.mark.usefixtures("fresh")
-def test_what_cannot_be_compiled_together_inductor_compiles(
-    runs: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(kernels, "joined", lambda kernels: "this is no C++")
-    sources = [SOURCE.format(number=number) for number in (2.0, 3.0)]
-    begin_kernels(generated(sources))
-    assert results(sources) == [3.0, 4.0]
-    assert runs == ["ours", "Inductor", "Inductor"]
+    assert runs == who
 
 
 def test_threads_that_begin_kernels_wait_for_one_another() -> None:
@@ -210,9 +202,6 @@ def test_threads_that_begin_kernels_wait_for_one_another() -> None:
     other.join()
     assert entered.is_set()
     assert async_compile.AsyncCompile.cpp_pybinding is inductors
-
-
-# --- kernels ------------------------------------------------------------------------------
 
 
 def test_apart_from_what_is_being_compiled() -> None:
@@ -257,7 +246,7 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.5), nn.Linear(64, 64))
 
 
-def trained(model: nn.Module, between: Step) -> list[torch.Tensor]:
+def trained(model: nn.Module, between: Step = lambda *_: None) -> list[torch.Tensor]:
     """Gradients of one step, compiled by Inductor; ``between`` sees the halves before it does."""
 
     def partition(module: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
@@ -282,16 +271,12 @@ def ahead(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
         hand_over(one.lowered)
 
 
-def nothing(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
-    pass
-
-
 @pytest.mark.parametrize("threads", [1, 2])
 def test_it_is_lowered_once_and_computes_the_same(lowered: list[bool], threads: int) -> None:
     """However many threads compile kernels; Inductor counts it once."""
     with inductor_config.patch(fx_graph_cache=False, compile_threads=threads):
         counters.clear()
-        expected, counted = trained(net(), nothing), dict(counters["inductor"])
+        expected, counted = trained(net()), dict(counters["inductor"])
         assert lowered == [False, True]
         counters.clear()
         found = trained(net(), ahead)
@@ -328,7 +313,7 @@ def test_who_wants_to_see_inductor_at_work_does() -> None:
 
 def test_inputs_that_are_checked(lowered: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: the code is taken where what calls it checks, lowered anew where it does."""
-    expected = trained(net(), nothing)
+    expected = trained(net())
     lowered.clear()
 
     def checked(inputs: Any, static: Any) -> list[int]:
