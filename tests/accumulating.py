@@ -54,6 +54,13 @@ def layers(depth: int = 3, width: int = 16) -> tuple[Any, Tensor]:
     return seeded(lambda: Layers(depth, width), 4, width)
 
 
+def opted_in() -> tuple[Any, Tensor, Any]:
+    """Layers whose gradients are added early, an input, and the layers compiled."""
+    model, x = layers()
+    fxremat.accumulate_in_backward(model)
+    return model, x, compiled(model)
+
+
 def bits(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().flatten().view(torch.uint8)
 

@@ -20,10 +20,10 @@ def compiled_by_fxremat(model: nn.Module, **options: Any) -> Callable[..., Any]:
     return torch.compile(model, backend=backend, options=options)
 
 
-def least(model: nn.Module, inputs: tuple[Tensor, ...], **options: Any) -> int:
+def least(model: nn.Module, inputs: tuple[Tensor, ...], budget: Any = "1B", **options: Any) -> int:
     """What the error names."""
     with pytest.raises(fxremat.InfeasibleBudget) as caught:
-        fxremat.explain(model, *inputs, memory_budget="1B", options=options)
+        fxremat.explain(model, *inputs, memory_budget=budget, options=options)
     assert caught.value.minimum_bytes is not None
     return caught.value.minimum_bytes
 

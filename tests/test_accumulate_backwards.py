@@ -25,7 +25,7 @@ from tests.accumulating import (
     check_same,
     compiled,
     gradients,
-    layers,
+    opted_in,
     same,
     with_input,
 )
@@ -36,9 +36,8 @@ _fresh = accumulating.fresh
 
 
 def test_gradients_that_are_asked_for_are_not_added(early: Early) -> None:
-    model, x = layers()
-    fxremat.accumulate_in_backward(model)
-    call, parameters = compiled(model), list(model.parameters())
+    model, x, call = opted_in()
+    parameters = list(model.parameters())
     call(x).backward()
     before = gradients(model)
     asked = torch.autograd.grad(call(x), parameters)
@@ -62,9 +61,7 @@ def test_backwards_one_after_the_other_through_one_graph(early: Early) -> None:
 
 @pytest.mark.filterwarnings("ignore:Using backward")
 def test_a_graph_of_the_backward(caplog: pytest.LogCaptureFixture, early: Early) -> None:
-    model, x = layers()
-    call = compiled(model)
-    fxremat.accumulate_in_backward(model)
+    _, x, call = opted_in()
     for _ in range(2):
         call(x).backward(create_graph=True)
     assert not early
@@ -110,9 +107,8 @@ def test_losses_of_several_roots_and_leaves(early: Early) -> None:
     check_same(LAYERS, backward=lambda loss: torch.autograd.backward([loss, loss.exp()]))
     assert len(early) == 2 * 6
     early.clear()
-    model, x = layers()
-    fxremat.accumulate_in_backward(model)
-    call, weight = compiled(model), model.layers[0].weight
+    model, x, call = opted_in()
+    weight = model.layers[0].weight
     call(x).backward()
     torch.autograd.backward([call(x), weight], [torch.ones(()), torch.ones_like(weight)])
     assert not early
@@ -141,9 +137,7 @@ def test_hooks_that_come_later(early: Early, caplog: pytest.LogCaptureFixture) -
     def note(*arguments: Any) -> None:
         seen.append(arguments)
 
-    model, x = layers()
-    fxremat.accumulate_in_backward(model)
-    call = compiled(model)
+    model, x, call = opted_in()
     call(x).backward()
     first, second, *_ = model.parameters()
     edges = [torch.autograd.graph.get_gradient_edge(p).node for p in (first, second)]
@@ -204,14 +198,8 @@ def test_anomaly_mode(early: Early) -> None:
 
 def test_steps_that_are_compiled_as_a_whole(early: Early) -> None:
     """The backward is called in a frame that Dynamo looks at."""
-    model, x = layers()
-    fxremat.accumulate_in_backward(model)
-
-    def step(x: Tensor) -> None:
-        loss = model(x)
-        loss.backward()
-
-    call = compiled(step)
+    model, x, _ = opted_in()
+    call = compiled(lambda x: model(x).backward())
     for _ in range(2):
         call(x)
     assert len(early) == 6
@@ -235,9 +223,7 @@ def acting_backward(act: Callable[[], object]) -> Any:
 
 def test_backwards_of_several_threads(early: Early) -> None:
     """While two run, neither knows which one it is."""
-    model, x = layers()
-    call = compiled(model)
-    fxremat.accumulate_in_backward(model)
+    model, x, call = opted_in()
     call(x).backward()
     single = gradients(model)
     meet = acting_backward(threading.Barrier(2).wait)
@@ -296,9 +282,7 @@ def test_an_error_in_the_backward(early: Early) -> None:
 
 
 def test_an_error_inside_of_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, x = layers()
-    fxremat.accumulate_in_backward(model)
-    call = compiled(model)
+    model, x, call = opted_in()
     call(x).backward()
     single = gradients(model)
     begin, count = accumulation._begin, [0]

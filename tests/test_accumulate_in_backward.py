@@ -29,6 +29,7 @@ from tests.accumulating import (
     compiled,
     gradients,
     layers,
+    opted_in,
     same,
     with_input,
 )
@@ -165,10 +166,9 @@ def test_what_autograd_has_to_add_counts_as_a_result() -> None:
 
 def head() -> Net:
     """Many classes."""
+    parts = {"body": nn.Linear(16, 16), "head": nn.Linear(16, 512)}
     return Net(
-        lambda net, x: F.cross_entropy(net.head(torch.tanh(net.body(x))), torch.arange(64)),
-        body=nn.Linear(16, 16),
-        head=nn.Linear(16, 512),
+        lambda net, x: F.cross_entropy(net.head(torch.tanh(net.body(x))), torch.arange(64)), **parts
     )
 
 
@@ -199,17 +199,15 @@ def test_dtypes(early: Early) -> None:
 
 
 def test_grads_of_other_dtypes_and_layouts(early: Early) -> None:
-    model, x = layers()
+    model, x, call = opted_in()
     model.layers[0].weight.grad = torch.zeros(16, 16).t()
     model.layers[2].weight.grad = torch.zeros(32, 32)[::2, ::2]
-    fxremat.accumulate_in_backward(model)
-    compiled(model)(x).backward()
+    call(x).backward()
     assert len(early) == 2
     plain = copy.deepcopy(model)
     plain.zero_grad()
     plain(x).backward()
-    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(one.grad, other.grad)
+    assert same(gradients(model), gradients(plain))
 
 
 def test_grads_that_share_memory(early: Early) -> None:
@@ -224,11 +222,10 @@ def test_grads_that_share_memory(early: Early) -> None:
     check_same(LAYERS, prepare=parts)
     assert len(early) == 3 * 6
     early.clear()
-    model, x = layers()
-    fxremat.accumulate_in_backward(model)
+    model, x, call = opted_in()
     model.layers[0].weight.grad = model.layers[2].weight.grad = torch.zeros(16, 16)
     model.layers[1].weight.grad = model.layers[1].weight.detach()
-    compiled(model)(x).backward()
+    call(x).backward()
     assert not {id(p) for p in early} & {id(layer.weight) for layer in model.layers}
 
 
@@ -273,12 +270,8 @@ def test_a_gradient_that_is_a_copy(early: Early) -> None:
 
     def shifted() -> Net:
         copied: Any = Copied.apply
-        bias = nn.Parameter(torch.zeros(4, 16))
-        return Net(
-            lambda net, x: copied(torch.tanh(net.layer(x)), net.bias),
-            layer=nn.Linear(16, 16),
-            bias=bias,
-        )
+        parts = {"layer": nn.Linear(16, 16), "bias": nn.Parameter(torch.zeros(4, 16))}
+        return Net(lambda net, x: copied(torch.tanh(net.layer(x)), net.bias), **parts)
 
     check_same(with_input(shifted, 4, 16))
     assert {tuple(p.shape) for p in early} == {(16, 16), (16,)}
@@ -290,12 +283,9 @@ def test_a_gradient_that_is_a_copy(early: Early) -> None:
 def test_sparse_and_unused_parameters(early: Early) -> None:
     def made() -> tuple[nn.Module, tuple[Tensor, ...]]:
         torch.manual_seed(0)
-        model = Net(
-            lambda net, index: torch.tanh(net.layer(net.embedding(index))),
-            embedding=nn.Embedding(32, 16, sparse=True),
-            layer=nn.Linear(16, 16),
-            unused=nn.Linear(16, 16),
-        )
+        parts: dict[str, Any] = {"embedding": nn.Embedding(32, 16, sparse=True)}
+        parts |= {name: nn.Linear(16, 16) for name in ("layer", "unused")}
+        model = Net(lambda net, index: torch.tanh(net.layer(net.embedding(index))), **parts)
         return model, (torch.arange(8),)
 
     found = (accumulated(made(), early) for early in ("no", "yes"))
@@ -365,9 +355,7 @@ def test_removed(early: Early) -> None:
 
 
 def test_models_go_away() -> None:
-    model, x = layers()
-    fxremat.accumulate_in_backward(model)
-    call = compiled(model)
+    model, x, call = opted_in()
     for _ in range(2):
         call(x).backward()
     alive = [weakref.ref(p) for p in model.parameters()]

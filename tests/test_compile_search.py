@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -30,36 +31,28 @@ from fxremat.passes.variants import table
 from fxremat.passes.variants.chunks.rules import CHUNKED_LOSS
 from fxremat.passes.variants.insertion import Rule, Site, StandIns
 from fxremat.whatif.explanation import Explanation
+from tests import end_to_end
 from tests.end_to_end import measured
 from tests.small import Classifier, seeded
 
 pytestmark = pytest.mark.usefixtures("fresh")
 
 
-def refused(model: nn.Module, x: Tensor, budget: str, **options: Any) -> fxremat.InfeasibleBudget:
-    """The error for a budget that is too small."""
-    with pytest.raises(fxremat.InfeasibleBudget) as caught:
-        fxremat.explain(model, x, memory_budget=budget, options=options)
-    return caught.value
+def least_of(model: nn.Module, x: Tensor, budget: int = 1, **options: Any) -> int:
+    """The least budget, as the error for one that is too small names it."""
+    return end_to_end.least(model, (x,), f"{budget}B", **options)
 
 
-def least_of(model: nn.Module, x: Tensor, **options: Any) -> int:
-    """The least budget, as an error names it."""
-    least = refused(model, x, "1B", **options).minimum_bytes
-    assert least is not None
-    return least
-
-
-EAGER = {"executor": "aot_eager", "variants": "none"}
+EAGER: dict[str, Any] = {"executor": "aot_eager", "variants": "none"}
 
 
 @pytest.mark.parametrize("executor", ["inductor", "aot_eager"])
 def test_there_is_one_number_for_the_least_peak(executor: str) -> None:
     """Whatever budget is refused, the number is that of `explain`; asked for, it is obeyed."""
     model, x = seeded(Classifier, 64, 16)
-    options = {"executor": executor}
+    options: dict[str, Any] = {"executor": executor}
     least = least_of(model, x, **options)
-    assert refused(model, x, f"{least - 1}B", **options).minimum_bytes == least
+    assert least_of(model, x, least - 1, **options) == least
     found = fxremat.explain(model, x, memory_budget=f"{least}B", options=options)
     assert found.predicted_peak_bytes <= least
     assert found.minimum_peak_bytes == least
@@ -95,7 +88,7 @@ def test_a_least_that_is_known_is_obeyed_by_a_search_that_misses_it(
         fxremat.explain(model, x, memory_budget=f"{least}B", options=EAGER)
     monkeypatch.setattr(Search, "_least", of_everything_kept)
     monkeypatch.setattr(Search, "_under", of_everything_kept)
-    assert refused(model, x, f"{least - 1}B", **EAGER).minimum_bytes == least
+    assert least_of(model, x, least - 1, **EAGER) == least
     found = fxremat.explain(model, x, memory_budget=f"{least}B", options=EAGER)
     assert found.predicted_peak_bytes <= least
 
@@ -117,15 +110,12 @@ def test_the_number_that_an_error_names_is_obeyed_without_a_search(
     model, x = seeded(Classifier, 64, 16)
     least = least_of(model, x, **EAGER)
 
-    def search(_: Search) -> Any:
-        raise AssertionError("a search")
-
-    monkeypatch.setattr(Search, "run", search)
+    monkeypatch.setattr(Search, "run", mock.Mock(side_effect=AssertionError("a search")))
     for budget in (least, int(1.009 * least)):
         found = fxremat.explain(model, x, memory_budget=f"{budget}B", options=EAGER)
         assert found.predicted_peak_bytes <= least
     for budget in (1, int(0.98 * least)):
-        assert refused(model, x, f"{budget}B", **EAGER).minimum_bytes == least
+        assert least_of(model, x, budget, **EAGER) == least
 
 
 @pytest.mark.parametrize(
@@ -135,7 +125,7 @@ def test_a_spoiled_answer_changes_no_error(spoiled: Any, monkeypatch: pytest.Mon
     model, x = seeded(Classifier, 64, 16)
     least = least_of(model, x, **EAGER)
     monkeypatch.setattr(Answers, "read", lambda *_: spoiled)
-    assert refused(model, x, "1B", **EAGER).minimum_bytes == least
+    assert least_of(model, x, **EAGER) == least
 
 
 def test_the_refused_report_names_the_same_number(tmp_path: Any) -> None:
@@ -161,7 +151,7 @@ def test_dry_runs_have_one_budget() -> None:
 # --- faulty rules -------------------------------------------------------------------------
 
 
-OPTIONS = {"variants": ["chunked_loss"]}
+OPTIONS: dict[str, Any] = {"variants": ["chunked_loss"], "memory_budget": "6MiB"}
 
 
 def widened(site: Site) -> Site:
@@ -193,11 +183,9 @@ def use(monkeypatch: pytest.MonkeyPatch, rule: Rule) -> None:
     monkeypatch.setattr(table, "RULES", (rule,))
 
 
-def explained(budget: str = "6MiB", **options: object) -> Explanation:
+def explained(**options: object) -> Explanation:
     """A classifier under a budget that its logits do not fit."""
-    model, x = seeded(Classifier, 512, 16)
-    options = {**OPTIONS, **options}
-    return fxremat.explain(model, x, memory_budget=budget, options=options)
+    return fxremat.explain(*seeded(Classifier, 512, 16), options={**OPTIONS, **options})
 
 
 def test_a_wrong_gradient_is_left_out_with_the_name_of_the_rule(
@@ -206,8 +194,7 @@ def test_a_wrong_gradient_is_left_out_with_the_name_of_the_rule(
     """Where the budget needs it, the error is that of a budget; elsewhere the run goes on."""
     use(monkeypatch, replace(CHUNKED_LOSS, find=find_widened))
     model, x = seeded(Classifier, 512, 16)
-    given: dict[str, Any] = {**OPTIONS, "memory_budget": "6MiB"}
-    step = torch.compile(model, backend="fxremat", options=given)
+    step = torch.compile(model, backend="fxremat", options=OPTIONS)
     with (
         pytest.warns(fxremat.LeftOut, match=r"the variant chunked_loss is left out"),
         pytest.raises(BackendCompilerFailed) as refused,
@@ -217,7 +204,7 @@ def test_a_wrong_gradient_is_left_out_with_the_name_of_the_rule(
     assert isinstance(error, fxremat.InfeasibleBudget)
     assert error.minimum_bytes is not None
     torch.compiler.reset()
-    given = {**given, "memory_budget": error.minimum_bytes}
+    given = {**OPTIONS, "memory_budget": error.minimum_bytes}
     with pytest.warns(fxremat.LeftOut) as said:
         loss = torch.compile(model, backend="fxremat", options=given)(x)
     torch.testing.assert_close(loss, model(x))
@@ -228,9 +215,14 @@ def test_a_wrong_gradient_is_left_out_with_the_name_of_the_rule(
     assert "def forward" in text
 
 
-def test_a_rule_that_raises_is_left_out_with_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once: graphs that come later do not try it again."""
+def test_a_rule_that_raises_is_left_out_with_its_name(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once: graphs that come later do not try it again. Without verification it is a log's line."""
     use(monkeypatch, replace(CHUNKED_LOSS, find=fail))
+    with caplog.at_level(logging.WARNING), pytest.raises(fxremat.InfeasibleBudget):
+        explained(verify=False)
+    assert "the rule chunked_loss is left out: finding its sites raised KeyError" in caplog.text
     with (
         pytest.warns(fxremat.LeftOut, match=r"variant chunked_loss.*no such node"),
         pytest.raises(fxremat.InfeasibleBudget),
@@ -284,20 +276,10 @@ def test_what_fails_without_us_is_raised_as_it_is(monkeypatch: pytest.MonkeyPatc
         call(x)
 
 
-def test_without_verification_it_is_left_out_with_a_warning(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    use(monkeypatch, replace(CHUNKED_LOSS, find=fail))
-    with caplog.at_level(logging.WARNING), pytest.raises(fxremat.InfeasibleBudget):
-        explained(verify=False)
-    assert "the rule chunked_loss is left out: finding its sites raised KeyError" in caplog.text
-
-
 def test_what_is_compiled_takes_what_was_explained() -> None:
     """With the rule as it is, which the other tests break."""
     told = explained()
     assert [row.what.split()[0] for row in told.graphs[0].variants] == ["chunked_loss"]
     model, x = seeded(Classifier, 512, 16)
-    given: dict[str, Any] = {**OPTIONS, "memory_budget": "6MiB"}
-    torch.compile(model, backend="fxremat", options=given)(x)
+    torch.compile(model, backend="fxremat", options=OPTIONS)(x)
     assert fxremat.reports()[-1].predicted_peak_bytes == told.predicted_peak_bytes
