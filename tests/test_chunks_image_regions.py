@@ -42,14 +42,12 @@ from tests.slowness import slow_but
 from tests.variants import sites
 
 WIDTH = 8
+RULE = CHUNKED_CONVOLUTIONS
 
 
 def images(*shape: int) -> torch.Tensor:
     """Fixed random images that have a gradient."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(2)).requires_grad_()
-
-
-RULE = CHUNKED_CONVOLUTIONS
 
 
 def net(step: Callable[..., Any], **parts: nn.Module) -> Net:
@@ -122,14 +120,13 @@ STEPS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("count", [2, WIDTH, 17])
+@pytest.mark.parametrize("count", [1, 2, WIDTH, 17])
 def test_any_number_of_images(count: int) -> None:
     """Also as many as there are channels: no vector of channels is taken for one of images."""
-    exact(net(two_stages), images(count, 3, 6, 6))
-
-
-def test_one_image_is_left_alone() -> None:
-    assert not names_of(net(two_stages), (images(1, 3, 6, 6),), [RULE])
+    if count == 1:  # is left alone
+        assert not names_of(net(two_stages), (images(1, 3, 6, 6),), [RULE])
+    else:
+        exact(net(two_stages), images(count, 3, 6, 6))
 
 
 CONVOLUTIONS: dict[str, dict[str, Any]] = {
@@ -236,9 +233,6 @@ def test_channels_last() -> None:
     exact(model, images(9, 3, 6, 6).detach().to(memory_format=torch.channels_last))
 
 
-# --- what is taken in ---------------------------------------------------------------------
-
-
 def test_graph_of_chunked_convolutions(golden: Golden) -> None:
     joint = joint_of_model(net(two_stages), images(9, 3, 6, 6).detach(), fused=True)
     site = next(s for s in find(joint, RULE.name) if "again" in s.name)
@@ -298,8 +292,6 @@ def test_gradients_that_are_made_of_less_are_not_written() -> None:
 
 
 HOW = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
-
-
 IMAGE = WIDTH, 6, 6
 CONVOLVED = one("aten.convolution.default", Ref(0), Ref(1), None, *HOW, row_shape=IMAGE)
 ALONE = dump(Program(1, 1, (CONVOLVED,), (2,)))

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -81,42 +82,30 @@ def test_fake_results_are_alike_and_nothing_given_is_written() -> None:
     torch.library.opcheck(ROWS, args, test_utils=("test_schema", "test_faketensor"))
 
 
-def test_it_runs_under_inductor() -> None:
-    def step(x: torch.Tensor, y: torch.Tensor, w: torch.Tensor) -> Any:
-        found = ROWS([x * 2, y], [w.t(), w], program(), 8, 4)
-        return found[1] + x
-
-    given_ = inputs(20)
-    compiled = torch.compile(step)
-    assert torch.allclose(compiled(*given_), step(*given_), atol=1e-5)
+def inside(count: int, chunk: int, tile: int, on_cpu: bool = True, **how: bool) -> Any:
+    """What a call on so many rows calls and moves inside."""
+    x, y, w = inputs(count)
+    args = ([x, y], [w.t(), w], program(), chunk, tile)
+    return kernels.INSIDE[ROWS](*args, on_cpu=on_cpu, **how)
 
 
 def test_every_chunk_reads_the_weights_anew() -> None:
     """And a GPU the sum that it adds to."""
-    x, y, w = inputs(8)
-
-    def again(chunk: int, on_cpu: bool) -> int:
-        call = kernels.INSIDE[ROWS]
-        return call([x, y], [w.t(), w], program(), chunk, chunk, on_cpu=on_cpu).again
-
+    w = inputs(8)[2]
     matmuls = [one for one in parse(program()).loop if one.op in MATMULS]
     read = sum(any(n in (2, 3) for n in one.reads) for one in matmuls) * w.nbytes
     added = sum(2 * one.numel * w.itemsize for one in matmuls if one.kind == "sum")
     assert read > 0
-    assert again(8, True) == again(8, False) == 0
-    assert again(2, True) == 3 * read
-    assert again(2, False) == 3 * (read + added)
+    assert inside(8, 8, 8).again == inside(8, 8, 8, on_cpu=False).again == 0
+    assert inside(8, 2, 2).again == 3 * read
+    assert inside(8, 2, 2, on_cpu=False).again == 3 * (read + added)
 
 
 def test_what_a_tile_moves_stays_in_the_cache() -> None:
-    x, y, w = inputs(8)
-    of_chunks, of_tiles = (
-        kernels.INSIDE[ROWS]([x, y], [w.t(), w], program(), 8, tile, on_cpu=True) for tile in (8, 2)
-    )
+    of_chunks, of_tiles = inside(8, 8, 8), inside(8, 8, 2)
     assert of_tiles.bytes < of_chunks.bytes
     assert of_tiles.calls > of_chunks.calls
-    elsewhere = kernels.INSIDE[ROWS]([x, y], [w.t(), w], program(), 8, 2, on_cpu=False)
-    assert elsewhere == of_chunks
+    assert inside(8, 8, 2, on_cpu=False) == of_chunks
 
 
 def test_an_operator_with_a_temporary_is_known_to_the_byte() -> None:
@@ -205,43 +194,31 @@ def test_a_fused_stage_is_one_call() -> None:
 def test_a_stage_that_inductor_cannot_write_runs_operator_by_operator(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def fails(_: Any) -> int:
-        raise KeyError("buf0")
-
-    given = inputs(64)
-    monkeypatch.setattr("fxremat.runtime.chunks.fused_kernels.unbuilt_kernel", fails)
-    monkeypatch.setattr("fxremat.runtime.chunks.fused_kernels.kernel_key", lambda _: None)
+    given, fails = inputs(64), mock.Mock(side_effect=KeyError("buf0"))
+    monkeypatch.setattr(fused_kernels, "unbuilt_kernel", fails)
+    monkeypatch.setattr(fused_kernels, "kernel_key", lambda _: None)
     assert_close(run(given, 16, 4, fused=True), expected(*given))
 
 
 def test_what_a_kernel_allocates_is_asked_once_for_all_processes_that_share_a_cache(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    given, written = inputs(80), list[Any]()
-    unbuilt = kernels_of_inductor.unbuilt_kernel
-
-    def counted(module: Any) -> Any:
-        written.append(module)
-        return unbuilt(module)
-
-    monkeypatch.setattr("fxremat.runtime.chunks.fused_kernels.unbuilt_kernel", counted)
+    given, counted = inputs(80), mock.Mock(side_effect=kernels_of_inductor.unbuilt_kernel)
+    monkeypatch.setattr(fused_kernels, "unbuilt_kernel", counted)
     with inductor_config.patch(allow_buffer_reuse=False), _use_lazy_graph_module(True):
         fused_kernels.kernels_of.cache_clear()  # as while a graph is compiled under a budget
         assert_close(run(given, 16, 16, fused=True), expected(*given))
-    written.clear()
+    counted.reset_mock()
     fused_kernels.kernels_of.cache_clear()
     assert_close(run(given, 16, 16, fused=True), expected(*given))
-    assert not written
+    assert not counted.called
 
 
 def test_time_counts_one_call_for_each_tile() -> None:
-    x, y, w = inputs(64)
-    args = ([x, y], [w.t(), w], program(), 16, 4)
-    inside = kernels.INSIDE[ROWS]
-    fused = inside(*args, on_cpu=True, by_inductor=True)
+    fused = inside(64, 16, 4, by_inductor=True)
     matmuls = 4 * 3
     assert fused.calls == matmuls + 16
-    assert fused.bytes < inside(*args, on_cpu=True).bytes
+    assert fused.bytes < inside(64, 16, 4).bytes
     assert fused.bytes > 64 * CLASSES * 4 * 2  # logits in and d_logits out, at the least
 
 

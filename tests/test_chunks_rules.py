@@ -75,13 +75,15 @@ def test_ignored_labels(name: str, all_of_them: bool) -> None:
     check(net, (rows(50, D), y), CHUNKED_LOSS)
 
 
-def test_tied_weights() -> None:
+def test_tied_weights_and_given_logits() -> None:
     torch.manual_seed(1)
     net = Net(
         lambda m, x, y: F.cross_entropy(F.linear(torch.tanh(m.table(x)), m.table.weight), y),
         table=nn.Embedding(V, D),
     )
     check(net, (labels(50), labels(50)), CHUNKED_LOSS)
+    given = Net(lambda m, logits, y: F.cross_entropy(logits, y))
+    check(given, (rows(50, V), labels(50)), CHUNKED_LOSS)
 
 
 def test_one_hot_rows_are_seen_through_casts() -> None:
@@ -99,21 +101,13 @@ def test_one_hot_rows_are_seen_through_casts() -> None:
         assert ("aten.eq.Tensor", (V,)) not in ops
 
 
-def test_no_gradients_ahead_in_float16() -> None:
+def test_no_gradients_ahead() -> None:
+    """In float16, nor of logits that are a result."""
     net = Net(lambda m, x, y: F.cross_entropy(m.head(x).float(), y), head=head().half())
     x = rows(64, D).detach().half().requires_grad_()
-    names = check(net, (x, labels(64)), CHUNKED_LOSS, tolerance=2e-2)
-    assert not any("at once" in name for name in names)
-
-
-def test_given_logits() -> None:
-    net = Net(lambda m, logits, y: F.cross_entropy(logits, y))
-    check(net, (rows(50, V), labels(50)), CHUNKED_LOSS)
-
-
-def test_logits_that_are_a_result() -> None:
+    names = [*check(net, (x, labels(64)), CHUNKED_LOSS, tolerance=2e-2)]
     net = Net(lambda m, x, y: (F.cross_entropy(z := m.head(x), y), z), head=head())
-    names = check(net, (rows(50, D), labels(50)), CHUNKED_LOSS)
+    names += check(net, (rows(50, D), labels(50)), CHUNKED_LOSS)
     assert not any("at once" in name for name in names)
 
 
@@ -152,17 +146,15 @@ def attention(m: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
 
 
 def test_attention() -> None:
-    mask = torch.ones(24, 24, dtype=torch.bool).tril()
-    given = tuple(rows(2, 4, 24, 8).detach().mul(f).requires_grad_() for f in (1.0, 0.7, 0.5))
-    check(Net(attention, mask=mask), given, CHUNKED_ATTENTION)
+    """By itself, and of a projection."""
 
-
-def test_attention_of_a_projection() -> None:
     def step(m: Any, x: torch.Tensor) -> Any:
         q, k, v = (p.view(2, 24, 4, 4).transpose(1, 2) for p in m.qkv(x).split(D, -1))
         return m.out(attention(m, q, k, v).transpose(1, 2).reshape(2, 24, D))
 
     mask = torch.ones(24, 24, dtype=torch.bool).tril()
+    given = tuple(rows(2, 4, 24, 8).detach().mul(f).requires_grad_() for f in (1.0, 0.7, 0.5))
+    check(Net(attention, mask=mask), given, CHUNKED_ATTENTION)
     torch.manual_seed(1)
     net = Net(step, qkv=nn.Linear(D, 3 * D), out=nn.Linear(D, D), mask=mask)
     check(net, (rows(2, 24, D),), CHUNKED_ATTENTION)
@@ -171,7 +163,12 @@ def test_attention_of_a_projection() -> None:
 # --- left alone ---------------------------------------------------------------------------
 
 
-def test_sums_along_rows() -> None:
+def test_sums_along_rows_and_unknown_sizes_are_left_alone() -> None:
+    seen, inputs = Traced(), (rows(50, D), labels(50))
+    for tensor in inputs:
+        torch._dynamo.mark_dynamic(tensor, 0)
+    seen.compiled(LOSS)(*inputs)
+    assert sites(CHUNKED_LOSS, seen.joint) == []
     torch.manual_seed(1)
     up, down = nn.Linear(D, 4 * D), nn.Linear(4 * D, D)
     net = Net(lambda m, x: m.down(m.up(x).cumsum(0)), up=up, down=down)
@@ -337,21 +334,11 @@ def test_what_follows_for_an_operator(op: str, args: tuple[Any, ...], result: Va
 # --- regions ------------------------------------------------------------------------------
 
 
-def test_unknown_sizes_are_left_alone() -> None:
-    seen, inputs = Traced(), (rows(50, D), labels(50))
-    for tensor in inputs:
-        torch._dynamo.mark_dynamic(tensor, 0)
-    seen.compiled(LOSS)(*inputs)
-    assert sites(CHUNKED_LOSS, seen.joint) == []
-
-
 def block() -> Net:
     """Attention without heads, and an MLP."""
-    return Net(
-        lambda m, x: x + m.mlp(m.norm(x + F.scaled_dot_product_attention(x, x, x))),
-        norm=nn.LayerNorm(D),
-        mlp=up_and_down(nn.GELU),
-    )
+    parts = {"norm": nn.LayerNorm(D), "mlp": up_and_down(nn.GELU)}
+    attend = F.scaled_dot_product_attention
+    return Net(lambda m, x: x + m.mlp(m.norm(x + attend(x, x, x))), **parts)
 
 
 @pytest.mark.slow
