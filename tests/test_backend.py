@@ -14,11 +14,11 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 import fxremat
 from fxremat.backend import fxremat as backend
-from tests.end_to_end import measured
+from tests.end_to_end import least, measured
 from tests.small import Convolutions, Stack, seeded, train
 
-EAGER = {"executor": "aot_eager"}
-RERUNS_ONLY = {**EAGER, "variants": "none"}
+EAGER: dict[str, Any] = {"executor": "aot_eager"}
+RERUNS_ONLY: dict[str, Any] = {**EAGER, "variants": "none"}
 """Ops run again and nothing else, which is the same bit by bit; see test_variants for the rest."""
 
 
@@ -38,6 +38,12 @@ def refused(call: Callable[..., Any], x: Tensor) -> Any:
 
 def store_all_peak(model: nn.Module, *inputs: Any) -> int:
     return fxremat.explain(model, *inputs, options=EAGER).store_all_peak_bytes
+
+
+def half_way(model: nn.Module, x: Tensor, options: dict[str, Any]) -> int:
+    """A budget between the least and what it takes to keep all."""
+    plain = fxremat.explain(model, x, options={**options, "solver": "greedy"})
+    return (plain.minimum_peak_bytes + plain.store_all_peak_bytes) // 2
 
 
 @pytest.mark.parametrize("fraction", [1.0, 0.7])
@@ -64,12 +70,9 @@ def test_a_smaller_budget_never_gives_a_larger_peak() -> None:
 
 @pytest.mark.parametrize("make", [Stack, Convolutions, lambda: Stack(dropout=0.2)])
 def test_training_is_bitwise_what_it_was(make: Callable[[], nn.Module]) -> None:
-    convolutional = make is Convolutions
-    shape = (8, 3, 32, 32) if convolutional else (256, 32)
-    model, x = seeded(make, *shape)
+    model, x = seeded(make, *((8, 3, 32, 32) if make is Convolutions else (256, 32)))
     other = copy.deepcopy(model)
-    plain = fxremat.explain(model, x, options={**RERUNS_ONLY, "solver": "greedy"})
-    budget = (plain.minimum_peak_bytes + plain.store_all_peak_bytes) // 2
+    budget = half_way(model, x, RERUNS_ONLY)
     ours = train(model, x, compiled(model, memory_budget=budget, **RERUNS_ONLY))
     assert fxremat.reports()[-1].recomputed
     theirs = train(other, x, torch.compile(other, backend="aot_eager"))
@@ -88,30 +91,21 @@ def test_an_impossible_budget_names_one_that_is_met(reserve: int) -> None:
     assert isinstance(error, fxremat.InfeasibleBudget)
     assert error.budget_bytes == int(1.1 * 2**20)
     assert any("blocks" in what and "small.py" in what for what, _ in error.contributors)
-    least = error.minimum_bytes
-    assert least is not None
+    named = error.minimum_bytes or 0
     torch._dynamo.reset()
-    peak = measured(model, compiled(model, memory_budget=least, **options), (x,))
+    peak = measured(model, compiled(model, memory_budget=named, **options), (x,))
     report = fxremat.reports()[-1]
-    assert peak == report.predicted_peak_bytes <= least == report.budget_bytes
+    assert peak == report.predicted_peak_bytes <= named == report.budget_bytes
 
 
 def test_a_solver_that_cannot_take_the_graph_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fxremat.planner.constants.MOST_RUNS", 0)
     model, x = seeded(lambda: Stack(2), 1024, 32)
-    plain = fxremat.explain(model, x, options={**EAGER, "solver": "greedy"})
-    budget = (plain.minimum_peak_bytes + plain.store_all_peak_bytes) // 2
+    budget = half_way(model, x, EAGER)
     call = compiled(model, memory_budget=budget, solver="checkmate", variants="none")
     error = refused(call, x)
     assert isinstance(error, fxremat.SolverRefused)
     assert "checkmate_pruned" in error.reason
-
-
-def test_bad_options_arrive_as_our_error() -> None:
-    model, x = seeded(Stack, 8, 32)
-    error = refused(compiled(model, memory_budgett="8GiB"), x)
-    assert isinstance(error, fxremat.InvalidOption)
-    assert "memory_budget" in str(error)
 
 
 @pytest.mark.parametrize(
@@ -136,9 +130,8 @@ def test_backward_may_run_twice(executor: str) -> None:
 
 def test_a_larger_size_is_planned_anew_and_a_smaller_one_is_not() -> None:
     model, _ = seeded(lambda: Stack(2), 1, 32)
-    call = torch.compile(
-        model, backend=backend, dynamic=True, options={**EAGER, "memory_budget": "8MiB"}
-    )
+    options = {**EAGER, "memory_budget": "8MiB"}
+    call = torch.compile(model, backend=backend, dynamic=True, options=options)
     counts = []
     for rows in (128, 256, 160):
         assert measured(model, call, (torch.randn(rows, 32),)) <= 8 * 2**20
@@ -193,29 +186,22 @@ def test_one_line_is_logged_per_graph(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_a_pass_that_is_left_out_does_nothing() -> None:
     model, x = seeded(Stack, 1024, 32)
-    given = {**RERUNS_ONLY, "solver": "greedy"}
-    whole = fxremat.explain(model, x, memory_budget="8GiB", options=given)
-    budget = (whole.minimum_peak_bytes + whole.store_all_peak_bytes) // 2
+    given: dict[str, Any] = {**RERUNS_ONLY, "solver": "greedy"}
+    budget = half_way(model, x, given)
     found = fxremat.explain(model, x, memory_budget=budget, options=given)
     assert any(graph.recomputed for graph in found.graphs)
     bare = {**given, "disable_passes": ["recompute", "inplace"]}
-    with pytest.raises(fxremat.InfeasibleBudget) as caught:
-        fxremat.explain(model, x, memory_budget=budget, options=bare)
-    least = caught.value.minimum_bytes
-    assert least is not None
-    kept = fxremat.explain(model, x, memory_budget=least, options=bare)
+    needed = least(model, (x,), budget, **bare)
+    kept = fxremat.explain(model, x, memory_budget=needed, options=bare)
     assert not any(graph.recomputed for graph in kept.graphs)
 
 
 def test_disabled_is_plain_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FXREMAT_DISABLE", "1")
-
-    def f(x: Tensor) -> Tensor:
-        return (x * x).sum()
-
     x = torch.randn(8, requires_grad=True)
-    loss = torch.compile(f, backend=backend, options={"memory_budget": "1MiB"})(x)
-    loss.backward()  # type: ignore[no-untyped-call]
+    options: dict[str, Any] = {"memory_budget": "1MiB"}
+    call = torch.compile(torch.square, backend=backend, options=options)
+    call(x).sum().backward()  # type: ignore[no-untyped-call]
     torch.testing.assert_close(x.grad, 2 * x.detach())
     assert fxremat.reports() == []
 
@@ -246,8 +232,11 @@ def test_nested_regions_are_planned_with_all_that_runs() -> None:
 
 
 def test_a_budget_on_another_device_is_an_error_that_names_it() -> None:
-    """Without a budget nothing is promised there, and nothing refused."""
+    """As is a wrong option. Without a budget nothing is promised there, and nothing refused."""
     x = torch.ones(3, device="meta")
+    error = refused(compiled(lambda x: x * 2, memory_budgett="8GiB"), x)
+    assert isinstance(error, fxremat.InvalidOption)
+    assert "memory_budget" in str(error)
     error = refused(compiled(lambda x: x * 2, memory_budget="1GiB"), x)
     assert isinstance(error, fxremat.UnsupportedDevice)
     assert error.device == "meta"

@@ -115,10 +115,8 @@ def test_a_sum_runs_again_where_a_checkpoint_says_so(kind: str) -> None:
 
 def test_other_nodes_are_no_collectives() -> None:
     node = call(torch.ops.aten.mm.default, torch.empty(2, 2), torch.empty(2, 2))
-    assert not is_collective(node)
-    assert sent_by(node) == 0
+    assert (is_collective(node), sent_by(node), number_of_ranks(node)) == (False, 0, None)
     assert scratch_of(node.target, node.args) == 0
-    assert number_of_ranks(node) is None
 
 
 def test_bytes_over_the_link_take_time() -> None:

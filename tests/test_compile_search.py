@@ -109,7 +109,6 @@ def test_the_number_that_an_error_names_is_obeyed_without_a_search(
     """A search there ends with the same plan, after some dry runs more; so does one far below."""
     model, x = seeded(Classifier, 64, 16)
     least = least_of(model, x, **EAGER)
-
     monkeypatch.setattr(Search, "run", mock.Mock(side_effect=AssertionError("a search")))
     for budget in (least, int(1.009 * least)):
         found = fxremat.explain(model, x, memory_budget=f"{budget}B", options=EAGER)

@@ -155,13 +155,9 @@ class Outer:
 
 
 OUTER = Outer(
-    (Inner("a"), Inner("b", (3, 4.5))),
-    ("op", Move("wait", "a")),
-    {"c": Inner("d")},
-    "other",
-    7,
+    (Inner("a"), Inner("b", (3, 4.5))), ("op", Move("wait", "a")), {"c": Inner("d")}, "other", 7,
     [{"free": True}],
-)
+)  # fmt: skip
 
 
 def test_there_and_back() -> None:
@@ -240,14 +236,9 @@ def test_what_nobody_needs_is_gone() -> None:
 
 def packed(change: Change) -> Variant:
     """The logits are packed in the forward, and unpacked for the softmax."""
-    return Variant(
-        "packed",
-        ops=(
-            Op("pack", ("logits",), ("loss2",), 1.0, phase="forward"),
-            Op("unpack", ("loss2",), ("dx2",), 1.0, phase="backward"),
-        ),
-        changes=(change,),
-    )
+    pack = Op("pack", ("logits",), ("loss2",), 1.0, phase="forward")
+    unpack = Op("unpack", ("loss2",), ("dx2",), 1.0, phase="backward")
+    return Variant("packed", ops=(pack, unpack), changes=(change,))
 
 
 def test_a_read_is_changed_and_the_new_op_stands_before_it() -> None:
@@ -265,14 +256,11 @@ def test_an_output_that_nobody_reads_is_made_when_it_lets_go_of_more(
     size: int, is_early: bool
 ) -> None:
     """A gradient from the forward, scaled: at the end all the others would be there as well."""
-    ahead = Variant(
-        "ahead",
-        ops=(
-            Op("loss_and_dx", ("x", "w"), ("loss2", "dx1"), 22.0, 100, "forward"),
-            Op("scaled", ("dx1", "g"), ("dx2",), 1.0, 0, "backward"),
-        ),
-        outputs=(("loss", "loss2"), ("dx", "dx2")),
+    ops = (
+        Op("loss_and_dx", ("x", "w"), ("loss2", "dx1"), 22.0, 100, "forward"),
+        Op("scaled", ("dx1", "g"), ("dx2",), 1.0, 0, "backward"),
     )
+    ahead = Variant("ahead", ops=ops, outputs=(("loss", "loss2"), ("dx", "dx2")))
     other = Op("other", ("x", "g"), ("gradient",), 1.0, phase="backward")
     problem = replace(
         LOSS_PROBLEM,
@@ -311,11 +299,8 @@ def test_forms_that_exclude_or_wait_for_each_other_are_refused() -> None:
     assert exclude(one, other)
     with pytest.raises(InvalidProblem, match="'again' and 'chunks' exclude"):
         take(LOSS_PROBLEM, ["chunks", "again"])
-    ring = Variant(
-        "ring",
-        ops=(Op("new", ("dx",), ("loss2",), 1.0),),
-        changes=(Change("mm2", ("dlogits",), ("loss2",)),),
-    )
+    new = Op("new", ("dx",), ("loss2",), 1.0)
+    ring = Variant("ring", ops=(new,), changes=(Change("mm2", ("dlogits",), ("loss2",)),))
     with pytest.raises(InvalidProblem, match="wait for each other"):
         take(validate(replace(LOSS_PROBLEM, variants=(ring,))), ["ring"])
 

@@ -64,25 +64,17 @@ def test_intervals_of_every_copy() -> None:
 
 def test_outputs_stay_and_inputs_that_nobody_reads_go() -> None:
     """The output from its first write, the input after the first step."""
-    problem = Problem(
-        name="kept",
-        values=(Value("x", 5), Value("y", 7), Value("z", 1)),
-        ops=(Op("make_y", (), ("y",), 1.0), Op("make_z", (), ("z",), 1.0)),
-        inputs=("x",),
-        outputs=("y",),
-    )
+    values = Value("x", 5), Value("y", 7), Value("z", 1)
+    ops = Op("make_y", (), ("y",), 1.0), Op("make_z", (), ("z",), 1.0)
+    problem = Problem("kept", values, ops, inputs=("x",), outputs=("y",))
     assert replay(problem, ("make_y", "make_z", "make_y")).live_bytes == (12, 8, 7)
 
 
 def overtaking(*pairs: tuple[str, str], outputs: tuple[str, ...] = ()) -> tuple[int, ...]:
     """Live bytes of one op that reads p (4) and q (8) and writes r (2) and s (16)."""
-    problem = Problem(
-        name="inplace",
-        values=(Value("p", 4), Value("q", 8), Value("r", 2), Value("s", 16)),
-        ops=(Op("op", ("p", "q"), ("r", "s"), 1.0, inplace=pairs),),
-        inputs=("p", "q"),
-        outputs=outputs,
-    )
+    values = Value("p", 4), Value("q", 8), Value("r", 2), Value("s", 16)
+    op = Op("op", ("p", "q"), ("r", "s"), 1.0, inplace=pairs)
+    problem = Problem("inplace", values, (op,), inputs=("p", "q"), outputs=outputs)
     return replay(problem, ("op",)).live_bytes
 
 
@@ -107,16 +99,10 @@ def test_a_write_takes_over_a_storage_that_is_read(
 
 
 def test_a_value_read_later_is_not_overtaken() -> None:
-    problem = Problem(
-        name="later",
-        values=(Value("p", 4), Value("q", 4), Value("r", 4)),
-        ops=(
-            Op("make_q", ("p",), ("q",), 1.0, inplace=(("p", "q"),)),
-            Op("make_r", ("p", "q"), ("r",), 1.0, inplace=(("p", "r"),)),
-        ),
-        inputs=("p",),
-        outputs=("r",),
-    )
+    values = tuple(Value(name, 4) for name in "pqr")
+    make_q = Op("make_q", ("p",), ("q",), 1.0, inplace=(("p", "q"),))
+    make_r = Op("make_r", ("p", "q"), ("r",), 1.0, inplace=(("p", "r"),))
+    problem = Problem("later", values, (make_q, make_r), inputs=("p",), outputs=("r",))
     assert replay(problem, problem.base_steps()).live_bytes == (8, 8)
 
 
@@ -131,24 +117,17 @@ REFUSED: dict[str, tuple[tuple[str, ...], list[Failure]]] = {
     "unknown op": ((*BASE, "make_tea"), [Failure("unknown op", "make_tea", step=3)]),
     "op never runs": (
         ("make_a", "make_b"),
-        [Failure("op never runs", "make_c"), Failure("output is not there", value="c")],
-    ),
+        [Failure("op never runs", "make_c"), Failure("output is not there", value="c")]),
     "op runs twice": (
-        ("make_a", "make_b", "make_b", "make_c"),
-        [Failure("op runs twice", "make_b", step=2)],
-    ),
+        ("make_a", "make_b", "make_b", "make_c"), [Failure("op runs twice", "make_b", step=2)]),
     "read is not there": (
         ("make_b", "make_a", "make_c"),
-        [
-            Failure("out of order", "make_a", step=1),
-            Failure("read is not there", "make_b", "a", step=0),
-        ],
-    ),
+        [Failure("out of order", "make_a", step=1),
+         Failure("read is not there", "make_b", "a", step=0)]),
     "out of order": (
         ("make_a", "other", "make_b", "make_c"),
-        [Failure("out of order", "make_b", step=2), Failure("out of order", "make_c", step=3)],
-    ),
-}
+        [Failure("out of order", "make_b", step=2), Failure("out of order", "make_c", step=3)]),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("steps", "failures"), REFUSED.values(), ids=REFUSED)
@@ -341,18 +320,15 @@ def test_json_of_steps_and_copies() -> None:
     assert problem_to_json(replace(problem, copies=None))["copies"] is None
 
 
-@pytest.mark.parametrize("step", [{"to moon": "a"}, {"wait": 1}, {"wait": "a", "to host": "b"}, 3])
-def test_a_malformed_step_is_named(step: object) -> None:
-    with pytest.raises(InvalidProblem, match=r"'steps\[1\]'"):
-        steps_from_json({"steps": ["make_a", step]})
-
-
-@pytest.mark.parametrize("field", ["to_host", "to_device", "host_bytes"])
-def test_malformed_copies_are_named(field: str) -> None:
-    data = problem_to_json(moved_chain())
-    data["copies"][field] = -1
-    with pytest.raises(InvalidProblem, match=field):
-        problem_from_json(data)
+def test_malformed_steps_and_copies_are_named() -> None:
+    for step in ({"to moon": "a"}, {"wait": 1}, {"wait": "a", "to host": "b"}, 3):
+        with pytest.raises(InvalidProblem, match=r"'steps\[1\]'"):
+            steps_from_json({"steps": ["make_a", step]})
+    for field in ("to_host", "to_device", "host_bytes"):
+        data = problem_to_json(moved_chain())
+        data["copies"][field] = -1
+        with pytest.raises(InvalidProblem, match=field):
+            problem_from_json(data)
 
 
 # --- values that live in host memory ------------------------------------------------------
