@@ -10,14 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxremat
 from fxremat.compat.absent import attention, eager
 from fxremat.compat.absent.attention import Call, chosen_kernel
 from fxremat.compat.absent.eager import cuda_autocast, without_device
 from fxremat.compat.absent.pretending import CUDA
-from fxremat.compat.tensors import fake_tensors, is_fake
+from fxremat.compat.tensors import Watching, fake_tensors, is_fake
 from fxremat.report.report import Report
 from tests import graphs
 from tests.absent_nets import net
@@ -111,29 +110,21 @@ def test_operands_are_prepared_as_torch_does(kernel: str, width: int, masked: bo
     assert output.dtype is BF16
 
 
-class _Masks(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """The masks that attention is given; nothing runs but their own making."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.seen: list[Any] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "attention" in func._schema.name:
-            self.seen.append(args[3])
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize(
     ("kernel", "shape"), [("_cudnn", (2, 1, 50, 50)), ("_efficient", (2, 4, 50, 50))]
 )
 def test_cudnn_repeats_masks_by_itself(kernel: str, shape: tuple[int, ...]) -> None:
     """A mask that is the same for all heads; repeated here it would be copied for each of them."""
-    with fake_tensors(), _Masks() as masks:
+    masks: list[Any] = []
+
+    def seen(op: Any, args: Any, *_: Any) -> None:
+        masks.extend([args[3]] if "attention" in op._schema.name else [])
+
+    with fake_tensors(), Watching(seen):
         query = torch.empty(2, 4, 50, 64, dtype=BF16)
         mask = torch.empty(2, 1, 50, 50, dtype=torch.bool)
         getattr(attention, kernel)(Call(query, query, query, mask, 0.0, False, None, False))
-    [given] = masks.seen
+    [given] = masks
     assert given.shape == shape
     assert given.dtype is BF16
 

@@ -7,6 +7,7 @@ import json
 import random
 import time
 from collections.abc import Iterable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -359,8 +360,7 @@ def test_what_is_wrong_is_named(text: str, why: str) -> None:
 # --- snapshot -----------------------------------------------------------------------------
 
 
-LARGE, SMALL, OTHER = 0x7F0000000000, 0x7F0010000000, 0x7F0020000000
-
+LARGE, OTHER = 0x7F0000000000, 0x7F0020000000
 Row = dict[str, Any]
 
 
@@ -374,9 +374,12 @@ def freed(addr: int, nbytes: int) -> list[Row]:
     return [entry("free_requested", addr, nbytes), entry("free_completed", addr, nbytes)]
 
 
-def block(nbytes: int, state: str = "inactive", requested: int | None = None) -> Row:
+def block(nbytes: int, state: str = "inactive") -> Row:
     """A block of a segment as it is at the end."""
-    return {"size": nbytes, "requested_size": requested or nbytes, "state": state, "frames": []}
+    return {"size": nbytes, "requested_size": nbytes, "state": state, "frames": []}
+
+
+used = partial(block, state="active_allocated")
 
 
 def segment(address: int, *blocks: Row) -> Row:
@@ -400,7 +403,7 @@ def test_a_recording_of_expandable_segments() -> None:
         *freed(LARGE + rest, 30 * MIB),
         entry("segment_unmap", LARGE + 20 * MIB, 20 * MIB),
     ]
-    end = segment(LARGE, block(rest, "active_allocated"), block(20 * MIB - rest))
+    end = segment(LARGE, used(rest), block(20 * MIB - rest))
     recorded = snapshot(trace, end)
     assert from_snapshot(recorded).events[-1] == EmptyCache()
     result = compare(recorded, AllocatorSettings(expandable_segments=True))
@@ -419,7 +422,7 @@ def test_a_retry_is_an_emptied_cache() -> None:
         entry("alloc", OTHER, 30 * MIB),
         {"action": "oom", "size": 90 * MIB, "device_free": 10 * MIB, "stream": 0, "frames": []},
     ]
-    recorded = snapshot(trace, segment(OTHER, block(30 * MIB, "active_allocated")))
+    recorded = snapshot(trace, segment(OTHER, used(30 * MIB)))
     recording = from_snapshot(recorded)
     kinds = [type(event) for event in recording.events]
     assert kinds == [Allocate, Free, EmptyCache, Allocate]
@@ -432,20 +435,12 @@ def test_a_retry_is_an_emptied_cache() -> None:
 def test_what_was_there_before() -> None:
     """4 MiB live through; 5 MiB are freed in the trace, so both were allocated before it."""
     trace = [*freed(LARGE + 4 * MIB, 5 * MIB), entry("alloc", LARGE + 4 * MIB, 6 * MIB)]
-    end = segment(
-        LARGE,
-        block(4 * MIB, "active_allocated"),
-        block(6 * MIB, "active_allocated"),
-        block(10 * MIB),
-    )
+    end = segment(LARGE, used(4 * MIB), used(6 * MIB), block(10 * MIB))
     recording = from_snapshot(snapshot(trace, end))
     names = [f"{LARGE:#x}.1", f"{LARGE + 4 * MIB:#x}.1"]
     assert recording.preexisting == 2
-    assert recording.events[:3] == (
-        Allocate(names[0], 4 * MIB),
-        Allocate(names[1], 5 * MIB),
-        Free(names[1]),
-    )
+    before = taken(names[0], 4), taken(names[1], 5)
+    assert recording.events[:3] == (*before, Free(names[1]))
     assert recording.reserved_bytes == (20 * MIB,) * 4
     result = compare(snapshot(trace, end))
     assert (result.worst_difference_bytes, result.steps, result.preexisting) == (0, 2, 2)

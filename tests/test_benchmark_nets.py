@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import arena, offload, published
 from benchmarks import variants_convergence as convergence
@@ -40,6 +39,7 @@ from benchmarks.published import GB, SETTINGS, Figure, Setting, measured, planne
 from benchmarks.rows import Row
 from benchmarks.training import Peak
 from benchmarks.variants import parse_arguments
+from fxremat.compat.tensors import Watching
 from fxremat.passes.variants.table import RULES
 from fxremat.planner import constants
 from tests.chains import chain
@@ -390,29 +390,16 @@ def test_every_way_that_is_matched_is_measured_before_fxremat_has_its_bytes() ->
     assert "plain@knob" in [one.name for one in ways([], bare=True)]
 
 
-class _Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts how often matrices are multiplied."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.matmuls = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        self.matmuls += func in MATMULS_AND_ATTENTION
-        return func(*args, **(kwargs or {}))
-
-
 def test_a_selective_checkpoint_multiplies_no_matrices_again() -> None:
-    matmuls, gradients = [], []
+    seen, matmuls, gradients = list[Any](), [], []
     for selective in (None, False, True):
         model, arguments = build("gpt")
         model = model if selective is None else with_checkpoint(model, selective=selective)
         loss = model(*arguments)
-        with _Counted() as counted:
+        with Watching(lambda op, *_: seen.append(op)):
             loss.backward()
-        matmuls.append(counted.matmuls)
+        matmuls.append(sum(op in MATMULS_AND_ATTENTION for op in seen))
+        seen.clear()
         gradients.append([p.grad for p in model.parameters()])
     assert matmuls[0] == matmuls[2] < matmuls[1]
     for plain, *others in zip(*gradients, strict=True):

@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import fx
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from fxremat.compat.configuration import inductor_config
 from fxremat.compat.inductor import kernels as kernels_of_inductor
+from fxremat.compat.tensors import Watching
 from fxremat.passes.joint_graph import JointGraph
 from fxremat.passes.variants.chunks.rules import CHUNKED_LOSS
 from fxremat.passes.variants.chunks.rules import RULES as ROW_RULES
@@ -273,19 +273,6 @@ def results_of(call: Call) -> list[torch.Tensor]:
     return found
 
 
-class Multiplied(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the rows of all products with the head."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.rows = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket is torch.ops.aten.addmm and args[1].shape[1:] == (D,):
-            self.rows += len(args[1])
-        return func(*args, **(kwargs or {}))
-
-
 @given(st.lists(st.booleans(), min_size=ROWS_OF_ALL, max_size=ROWS_OF_ALL), st.integers(1, 20),
        st.integers(1, 20))  # fmt: skip
 def test_any_rows_may_be_ignored(ignored: list[bool], chunk: int, tile: int) -> None:
@@ -317,9 +304,16 @@ def test_what_is_ignored_is_not_computed(count: int, computed: int) -> None:
     """A chunk, and here a tile, has 13 rows. Where no row counts, all are computed."""
     args, kwargs = with_labels(ignoring(torch.arange(ROWS_OF_ALL) >= count))
     assert args[3:5] == (16, 16)
-    with Multiplied() as seen:
+    rows = 0
+
+    def seen(op: Any, given: Any, *_: Any) -> None:
+        nonlocal rows
+        is_product = op.overloadpacket is torch.ops.aten.addmm and given[1].shape[1:] == (D,)
+        rows += len(given[1]) if is_product else 0  # with the head
+
+    with Watching(seen):
         kernels.IMPLEMENTATIONS[ROWS](*args, **kwargs)
-    assert seen.rows == computed
+    assert rows == computed
 
 
 def test_a_row_that_is_ignored_may_hold_anything() -> None:

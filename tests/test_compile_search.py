@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -68,28 +67,21 @@ def of_everything_kept(search: Search, draft: Draft, aim: int = 0) -> Attempt:
     return Attempt(proposals(), for_least=True)
 
 
-@pytest.fixture
-def uncached() -> Iterator[ExitStack]:
-    """Left again at the end of a test: monkeypatch would take away what it has set."""
-    with ExitStack() as stack:
-        yield stack
-
-
 @pytest.mark.parametrize("known", ["named", "planned", "not on disk"])
 def test_a_least_that_is_known_is_obeyed_by_a_search_that_misses_it(
-    known: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uncached: ExitStack
+    known: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As one does that knows other times of ops; known by an error, or as the peak of a plan."""
     model, x = seeded(Classifier, 64, 16)
-    uncached.enter_context(inductor_config.patch(force_disable_caches=known == "not on disk"))
-    least = least_of(model, x, **EAGER)
-    if known == "planned":  # what the error named is forgotten, here alone: tests share a cache
-        monkeypatch.setattr(known_least, "cache_directory", lambda: str(tmp_path))
-        fxremat.explain(model, x, memory_budget=f"{least}B", options=EAGER)
-    monkeypatch.setattr(Search, "_least", of_everything_kept)
-    monkeypatch.setattr(Search, "_under", of_everything_kept)
-    assert least_of(model, x, least - 1, **EAGER) == least
-    found = fxremat.explain(model, x, memory_budget=f"{least}B", options=EAGER)
+    with inductor_config.patch(force_disable_caches=known == "not on disk"):
+        least = least_of(model, x, **EAGER)
+        if known == "planned":  # what the error named is forgotten, here alone: tests share a cache
+            monkeypatch.setattr(known_least, "cache_directory", lambda: str(tmp_path))
+            fxremat.explain(model, x, memory_budget=f"{least}B", options=EAGER)
+        monkeypatch.setattr(Search, "_least", of_everything_kept)
+        monkeypatch.setattr(Search, "_under", of_everything_kept)
+        assert least_of(model, x, least - 1, **EAGER) == least
+        found = fxremat.explain(model, x, memory_budget=f"{least}B", options=EAGER)
     assert found.predicted_peak_bytes <= least
 
 
