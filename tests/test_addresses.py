@@ -62,10 +62,6 @@ def _padded(buffer: Buffer) -> int:
     return math.ceil(buffer.size_bytes / buffer.alignment_bytes) * buffer.alignment_bytes
 
 
-def test_checker_accepts() -> None:
-    check_placement(THREE, Placement(FINE, 16))
-
-
 @pytest.mark.parametrize(
     ("change", "arena_bytes", "kind", "names"),
     [
@@ -88,6 +84,7 @@ def test_checker_rejects(
 
 
 def test_checker_counts_padding() -> None:
+    check_placement(THREE, Placement(FINE, 16))
     padded = replace(EARLY, alignment_bytes=8)
     with pytest.raises(BadPlacement, match="overlap"):
         check_placement(
@@ -221,12 +218,10 @@ def test_what_fills_a_rectangle_fits_it(puzzle: tuple[list[Buffer], int]) -> Non
 
 
 def test_search_fits_what_the_greedy_orders_do_not() -> None:
+    """A capacity is enough."""
     placement = search(TIGHT)
     check_placement(TIGHT, placement)
     assert place(TIGHT).arena_bytes > placement.arena_bytes == live_peak(TIGHT) == 10
-
-
-def test_a_capacity_is_enough() -> None:
     loose = search(TIGHT, capacity_bytes=20)
     check_placement(TIGHT, loose)
     assert loose.arena_bytes <= 20

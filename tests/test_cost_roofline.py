@@ -146,12 +146,14 @@ def test_equal_to_the_maximum_at_every_size(moments: list[Terms]) -> None:
 
 
 def test_the_largest_size_within_a_budget() -> None:
-    """What is below everywhere is left out."""
+    """What is below everywhere is left out. Without symbols it is a number."""
     moments = [(100, 5, 0, 0), (90, 5, 0, 0), (0, 9, 0, 0), (0, 7, 0, 0)]
     found = peak_expression(lambda sizes: _live(moments, sizes), (BATCH,))
     assert str(found) == "Max(9*batch, 5*batch + 100) for 2 <= batch <= 40"
     fits = {budget: found.largest("batch", budget) for budget in (109, 110, 225, 226, 359, 10**6)}
     assert fits == {109: 0, 110: 2, 225: 25, 226: 25, 359: 39, 10**6: 40}
+    number = peak_expression(lambda sizes: [3, 7, 5], ())
+    assert (number.at({}), str(number)) == (7, "7")
 
 
 def test_allocators_round_so_multiples_are_exact_and_others_take_the_next() -> None:
@@ -165,12 +167,6 @@ def test_allocators_round_so_multiples_are_exact_and_others_take_the_next() -> N
     assert found.at({"batch": 16}) == 1000 + 1024
     assert found.at({"batch": 17}) == 1000 + 1536
     assert all(found.at({"batch": n}) == live({"batch": n})[0] for n in range(8, 801))
-
-
-def test_without_symbols_it_is_a_number() -> None:
-    found = peak_expression(lambda sizes: [3, 7, 5], ())
-    assert found.at({}) == 7
-    assert str(found) == "7"
 
 
 def test_what_is_no_polynomial_or_was_not_planned_for_is_refused() -> None:

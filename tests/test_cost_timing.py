@@ -59,13 +59,13 @@ def timed(interruptions: Iterable[int], seconds: list[float], patch: pytest.Monk
 
 
 def test_runs_that_other_programs_disturb_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run after which the count of interruptions is higher is made again."""
+    """A run after which the count of interruptions is higher is made again.
+
+    A long one may lose a core now and then: the kernel's own tasks come every few hundredths of a
+    second without other programs, too.
+    """
     found = timed([0, 1, 1, 2, 2, *[3] * 1000], [1e-6, 2e-6, *[5e-3] * 500], monkeypatch)
     assert found == pytest.approx(5000.0)
-
-
-def test_a_long_run_may_lose_a_core_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel's own tasks come every few hundredths of a second: without other programs, too."""
     found = timed(range(10**9), [0.1, *[0.011] * 500], monkeypatch)
     assert found == pytest.approx(11_000.0)
 
@@ -123,15 +123,13 @@ def test_calls_that_are_timed_one_after_the_other_share_a_look_at_the_clock(
 
 
 def test_where_the_clock_is_not_known_times_are_left_as_they_are(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    """On a GPU it never is."""
     counted = iter(range(10**9))
     monkeypatch.setattr(timing, "_interruptions", lambda device: next(counted))
     machine.slowness = 1.3
     assert machine.timed() == pytest.approx(1.3 * 7000.0)
-
-
-def test_times_on_a_gpu_are_left_as_they_are(tmp_path: Path) -> None:
     assert reference_of(GPU, tmp_path) is None
     assert isinstance(reference_of(HOST, tmp_path), ReferenceMatmul)
 
@@ -291,17 +289,15 @@ def test_other_shapes_strides_and_dtypes_are_other_calls() -> None:
     assert len(set(map(key_of, nodes))) == len(nodes)
 
 
-def test_views_and_items_are_free(tmp_path: Path) -> None:
-    attention = call(ATEN._scaled_dot_product_flash_attention_for_cpu.default, KEY, KEY, KEY)
-    turned = call(ATEN.t.default, A)
-    assert timer(tmp_path)((turned, attention, item(attention, 0)), 100) < A_LOOP
-
-
 def test_a_loop_beside_a_matmul_costs_its_traffic(tmp_path: Path) -> None:
+    """Views and items are free."""
     matmul, loop = call(ATEN.mm.default, A, B), call(ATEN.sin.default, A)
     alone = timer(tmp_path)((matmul,), 0)
     both = timer(tmp_path)((matmul, loop), 5000)
     assert both - alone == pytest.approx(A_LOOP + 5.0, abs=1e-3)
+    attention = call(ATEN._scaled_dot_product_flash_attention_for_cpu.default, KEY, KEY, KEY)
+    turned = call(ATEN.t.default, A)
+    assert timer(tmp_path)((turned, attention, item(attention, 0)), 100) < A_LOOP
 
 
 # --- calls made inside --------------------------------------------------------------------
