@@ -114,21 +114,12 @@ def test_only_models_with_dropout_draw_random_numbers() -> None:
 # --- architectures ------------------------------------------------------------------------
 
 
-class Nested(nn.Module):
-    """A list of blocks, each with a list inside, and one layer apart."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Sequential(nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 4)))
-            for _ in range(3)
-        )
-        self.head = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-
-
 def test_repeated_blocks_are_the_outermost_ones() -> None:
-    model = Nested()
-    assert repeated_blocks(model) == [*model.blocks]
+    """Of a list of blocks, each with a list inside, and one layer apart."""
+    inner = [nn.Sequential(*(nn.Sequential(nn.Linear(4, 4)) for _ in "ab")) for _ in range(3)]
+    head = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model = nn.ModuleDict({"blocks": nn.ModuleList(inner), "head": head})
+    assert repeated_blocks(model) == inner
     assert checkpoint_blocks([model, nn.Linear(2, 2)]) == 3
 
 

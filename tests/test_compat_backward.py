@@ -50,6 +50,7 @@ from fxremat.passes.halves import DonateSaved
 from tests import nets
 from tests.compat_graphs import ATEN, Cut, X, half
 from tests.graphs import Capture, Net, batch, compiled, everything_again
+from tests.single_calls import call
 from tests.small import Convolutions, seeded
 
 
@@ -388,12 +389,6 @@ def test_torch_partition_cuts_as_torch_compile_does(make: Make) -> None:
 
 
 # --- joint graph --------------------------------------------------------------------------
-
-
-def call(target: Any, *inputs: torch.Tensor) -> fx.Node:
-    """A node that calls ``target``, in a graph of its own."""
-    graph = fx.Graph()
-    return graph.call_function(target, tuple(graph.placeholder("x") for _ in inputs))
 
 
 def test_where_a_node_must_be() -> None:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -326,24 +327,15 @@ def test_artifact_logger(name: str) -> None:
 
 def test_trace_artifact(monkeypatch: pytest.MonkeyPatch) -> None:
     """What it is to hold is made only where a trace is written."""
-    written: list[logging.LogRecord] = []
-
-    class Handler(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            if "artifact" in record.__dict__["metadata"]:  # others are parts of a call stack
-                written.append(record)
-
-    def never() -> object:
-        raise AssertionError
-
+    handler = mock.Mock(level=logging.NOTSET)
     monkeypatch.setattr(torch_logs.trace_log, "handlers", [])
-    trace_artifact("one", "json", never)
-    monkeypatch.setattr(torch_logs.trace_log, "handlers", [Handler()])
+    trace_artifact("one", "json", lambda: pytest.fail("it was made"))
+    monkeypatch.setattr(torch_logs.trace_log, "handlers", [handler])
     trace_artifact("two", "json", lambda: {"three": 4})
-    (record,) = written
-    metadata, payload = record.__dict__["metadata"], record.__dict__["payload"]
-    assert metadata["artifact"] == {"name": "two", "encoding": "json"}
-    assert payload.split() == ["{", '"three":', "4", "}"]
+    records = [vars(each.args[0]) for each in handler.handle.call_args_list]
+    (written,) = (one for one in records if "artifact" in one["metadata"])  # others: a call stack
+    assert written["metadata"]["artifact"] == {"name": "two", "encoding": "json"}
+    assert written["payload"].split() == ["{", '"three":', "4", "}"]
 
 
 # --- call stack ---------------------------------------------------------------------------

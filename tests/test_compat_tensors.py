@@ -247,25 +247,21 @@ def test_of_a_wrapper_what_it_wraps_is_found() -> None:
     gc.collect()
 
 
+def seen_in_step(kind: type[Any], device: str) -> list[str]:
+    """The ops of a step of tensors without memory, as with those of a kind."""
+    seen: list[str] = []
+    with without_memory(), steps_as_with([kind], lambda op, *_: seen.append(str(op))):
+        made = torch.ones(4, device=device)
+        made.grad = torch.ones(4, device=device)
+        optim.SGD([made], lr=0.1).step()
+    return seen
+
+
 def test_inside_a_step_is_one_of_many_tensors_as_with_real_ones() -> None:
     """By default on CUDA, where the step of these is taken to be."""
-    seen: list[str] = []
     before = list(base._foreach_supported_types)
-
-    def see(func: Any, *_: Any) -> None:
-        seen.append(str(func))
-
-    def step(kind: type[Any]) -> None:
-        with without_memory(), steps_as_with([kind], see):
-            made = torch.ones(4, device="cuda")
-            made.grad = torch.ones(4, device="cuda")
-            optim.SGD([made], lr=0.1).step()
-
-    step(nn.Parameter)
-    assert any("_foreach_add_" in name for name in seen)
-    seen.clear()
-    step(Wrapper)
-    assert not any("_foreach" in name for name in seen)
+    assert any("_foreach_add_" in name for name in seen_in_step(nn.Parameter, "cuda"))
+    assert not any("_foreach" in name for name in seen_in_step(Wrapper, "cuda"))
     assert base._foreach_supported_types == before
 
 
@@ -275,10 +271,7 @@ def test_hooks_for_all_optimizers_are_not_told_of_steps_without_memory() -> None
     handle = base.register_optimizer_step_post_hook(lambda one, *_: told.append(one))
     optimizer = optim.SGD([weight], lr=0.1)
     try:
-        with without_memory(), steps_as_with([nn.Parameter], lambda *_: None):
-            made = torch.ones(4)
-            made.grad = torch.ones(4)
-            optim.SGD([made], lr=0.1).step()
+        seen_in_step(nn.Parameter, "cpu")
         assert not told
         optimizer.step()
         assert told == [optimizer]

@@ -85,11 +85,9 @@ class Squares(nn.Module):
         return x.square().mean()
 
 
-class Largest(nn.Module):
+def largest() -> Net:
     """The largest of each row, whose place is saved."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.max(1).values
+    return Net(lambda net, x: x.max(1).values)
 
 
 def next_words(layers: nn.Module, tokens: Tensor, **how: Any) -> Step:
@@ -161,7 +159,7 @@ def corpus() -> dict[str, Step]:
             ),
             [torch.randn(33, 16)],
         ),
-        "largest": Step(nn.Sequential(nn.Linear(24, 100), Largest()), [torch.randn(63, 24)]),
+        "largest": Step(nn.Sequential(nn.Linear(24, 100), largest()), [torch.randn(63, 24)]),
         "words": next_words(nn.Tanh(), tokens(63)),
         "masked words": masked_words(tokens(63), torch.randint(0, 2, (63,)).float()),
         "images": Step(
