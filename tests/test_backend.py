@@ -210,11 +210,7 @@ class Regions(Stack):
     """A stack whose blocks are one region, of which torch would compile one code."""
 
     def forward(self, x: Tensor) -> Tensor:
-        def one(block: nn.Module, x: Tensor) -> Tensor:
-            result: Tensor = block(x)
-            return result
-
-        region: Any = torch.compiler.nested_compile_region(one)
+        region: Any = torch.compiler.nested_compile_region(lambda block, x: block(x))
         for block in self.blocks:
             x = region(block, x)
         return x.square().mean()

@@ -76,17 +76,14 @@ def test_look_for_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found == {"broken": 7, "one two": 7}
 
 
+@pytest.mark.usefixtures("vectors")  # which forgets what was found
 @pytest.mark.skipif(platform.machine() not in {"x86_64", "AMD64"}, reason="x86 has several kinds")
 def test_what_is_looked_for_is_what_inductor_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """If all that it asks for can be used, as here, these are those that it finds."""
     names = map(str, cpu_vec_isa.supported_vec_isa_list)
     kinds = [Kind(name, threading.Barrier(1), {}) for name in names]
     monkeypatch.setattr(cpu_vec_isa, "supported_vec_isa_list", kinds)
-    cpu_vec_isa.valid_vec_isa_list.cache_clear()
-    try:
-        valid: Any = cpu_vec_isa.valid_vec_isa_list()
-    finally:
-        cpu_vec_isa.valid_vec_isa_list.cache_clear()
+    valid: Any = cpu_vec_isa.valid_vec_isa_list()
     assert valid
     assert kernels._kinds(cpu_vec_isa) == valid
 

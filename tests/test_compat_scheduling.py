@@ -149,7 +149,6 @@ def test_only_loops_that_are_never_fused_are_apart(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("partitions", [False, True])
 def test_code_allocates_at_places(partitions: bool) -> None:
     """The code says so itself, of the function that is called from outside."""
-
     why: list[str | None] = []
 
     def place(nodes: list[Any]) -> list[Any]:

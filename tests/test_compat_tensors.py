@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import fx, nn, optim
+from torch._dynamo.testing import CompileCounter, EagerAndRecordGraphs
 from torch.optim import optimizer as base
 
 from fxremat.compat.configuration import inductor_config, inductor_patches
@@ -79,22 +80,17 @@ def test_fake_tensors() -> None:
 
 
 def test_fake_tensors_that_are_seen_leave_compiled_parts_compiled() -> None:
-    sizes: list[int] = []
-    compiled: list[int] = []
+    sizes, counted = list[int](), CompileCounter()
 
     def seen(result: Any) -> None:
         sizes.append(result.numel() if isinstance(result, torch.Tensor) else 0)
-
-    def backend(gm: Any, inputs: Any) -> Any:
-        compiled.append(len(inputs))
-        return gm
 
     torch._dynamo.reset()
     with fake_tensors(seen):
         x = torch.empty(6)
         assert sizes == [6]
-        torch.compile(lambda x: x.sin(), backend=backend)(x)
-    assert compiled == [1]
+        torch.compile(lambda x: x.sin(), backend=counted)(x)
+    assert counted.frame_count == 1
 
 
 def test_on_device_without_memory() -> None:
@@ -153,20 +149,14 @@ def test_the_bound_of_a_size_is_the_declared_one_or_else_the_size_seen() -> None
 
 def test_a_symbol_that_came_to_stand_for_one_number_is_that_number() -> None:
     """As where a module is given another width than one of its class before."""
-    seen: list[Any] = []
-
-    def keep(gm: torch.fx.GraphModule, inputs: Any) -> Any:
-        seen.append([n.meta["example_value"] for n in gm.graph.nodes if n.op == "placeholder"])
-        return gm
-
-    def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return x @ weight
-
+    recorded = EagerAndRecordGraphs()
     torch._dynamo.reset()
-    compiled: Any = torch.compile(product, backend=keep)
+    compiled: Any = torch.compile(torch.matmul, backend=recorded)
     compiled(torch.ones(4, 3), torch.ones(3, 2))
     compiled(torch.ones(6, 5), torch.nn.Parameter(torch.ones(5, 2)))
-    x, weight = (next(one for one in seen[-1] if isinstance(one, torch.Tensor) and one.is_leaf
+    given = recorded.graphs[-1].graph.find_nodes(op="placeholder")
+    seen = [node.meta["example_value"] for node in given]
+    x, weight = (next(one for one in seen if isinstance(one, torch.Tensor) and one.is_leaf
                       and one.requires_grad is needs) for needs in (False, True))  # fmt: skip
     assert any(isinstance(size, torch.SymInt) for size in (*x.shape, *weight.shape))
     for value in (x, weight):

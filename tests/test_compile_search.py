@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,11 +24,10 @@ from fxremat.compile.search.candidates import Candidate
 from fxremat.compile.search.proposals import Proposals
 from fxremat.compile.search.search import Attempt, Search
 from fxremat.disk_cache import Answers
-from fxremat.passes.joint_graph import JointGraph
 from fxremat.passes.nodes import add_call
 from fxremat.passes.variants import table
 from fxremat.passes.variants.chunks.rules import CHUNKED_LOSS
-from fxremat.passes.variants.insertion import Rule, Site, StandIns
+from fxremat.passes.variants.insertion import Site, StandIns
 from fxremat.whatif.explanation import Explanation
 from tests import end_to_end
 from tests.end_to_end import measured
@@ -154,19 +153,9 @@ def widened(site: Site) -> Site:
     return replace(site, insert=insert)
 
 
-def find_widened(joint: JointGraph) -> Iterator[Site]:
-    """All sites of the rule, each wrong."""
-    return map(widened, CHUNKED_LOSS.find(joint))
-
-
-def fail(joint: JointGraph) -> Iterator[Site]:
-    """A rule that does not get to its sites."""
-    raise KeyError("no such node")
-
-
-def use(monkeypatch: pytest.MonkeyPatch, rule: Rule) -> None:
-    """Have this rule in the table, and no other."""
-    monkeypatch.setattr(table, "RULES", (rule,))
+def only_rule(monkeypatch: pytest.MonkeyPatch, find: Callable[..., Any]) -> None:
+    """The table has one rule, which finds its sites so."""
+    monkeypatch.setattr(table, "RULES", (replace(CHUNKED_LOSS, find=find),))
 
 
 def explained(**options: object) -> Explanation:
@@ -178,7 +167,7 @@ def test_a_wrong_gradient_is_left_out_with_the_name_of_the_rule(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Where the budget needs it, the error is that of a budget; elsewhere the run goes on."""
-    use(monkeypatch, replace(CHUNKED_LOSS, find=find_widened))
+    only_rule(monkeypatch, lambda joint: map(widened, CHUNKED_LOSS.find(joint)))
     model, x = seeded(Classifier, 512, 16)
     step = torch.compile(model, backend="fxremat", options=OPTIONS)
     with (
@@ -205,7 +194,7 @@ def test_a_rule_that_raises_is_left_out_with_its_name(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Once: graphs that come later do not try it again. Without verification it is a log's line."""
-    use(monkeypatch, replace(CHUNKED_LOSS, find=fail))
+    only_rule(monkeypatch, mock.Mock(side_effect=KeyError("no such node")))
     with caplog.at_level(logging.WARNING), pytest.raises(fxremat.InfeasibleBudget):
         explained(verify=False)
     assert "the rule chunked_loss is left out: finding its sites raised KeyError" in caplog.text
@@ -218,8 +207,7 @@ def test_a_rule_that_raises_is_left_out_with_its_name(
         explained()
 
 
-def broken(*_: object, **__: object) -> Any:
-    raise RuntimeError("broken on purpose")
+BROKEN = mock.Mock(side_effect=RuntimeError("broken on purpose"))
 
 
 @pytest.mark.parametrize(
@@ -241,7 +229,7 @@ def test_what_is_broken_on_purpose_is_left_out(
     expected.backward()
     gradients = [p.grad for p in model.parameters()]
     model.zero_grad()
-    monkeypatch.setattr(place, broken)
+    monkeypatch.setattr(place, BROKEN)
     budget = "28MiB" if executor == "aot_eager" else "14MiB"
     options: dict[str, Any] = {"memory_budget": budget, "executor": executor}
     call = torch.compile(model, backend="fxremat", options=options)
@@ -256,7 +244,7 @@ def test_what_is_broken_on_purpose_is_left_out(
 def test_what_fails_without_us_is_raised_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """And nothing of ours is blamed for it."""
     model, x = seeded(Classifier, 512, 16)
-    monkeypatch.setattr("fxremat.compile.driver.compile_with_inductor", broken)
+    monkeypatch.setattr("fxremat.compile.driver.compile_with_inductor", BROKEN)
     call = torch.compile(model, backend="fxremat", options={"memory_budget": "14MiB"})
     with pytest.raises(BackendCompilerFailed, match="broken on purpose"):
         call(x)

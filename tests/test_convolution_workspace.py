@@ -156,16 +156,15 @@ def test_flags_are_as_before(algorithm: str, monkeypatch: pytest.MonkeyPatch) ->
     cudnn, seen = torch.backends.cudnn, []
     before = (cudnn.enabled, cudnn.deterministic)
 
-    class Recorded:
-        @staticmethod
-        def default(*args: Any) -> torch.Tensor:
-            seen.append((cudnn.enabled, cudnn.deterministic))
-            return F.conv2d(*args[:3])
+    def recorded(*args: Any) -> torch.Tensor:
+        seen.append((cudnn.enabled, cudnn.deterministic))
+        return F.conv2d(*args[:3])
 
     x, weight = torch.ones(2, 2, 5, 5), torch.ones(2, 2, 3, 3)
     how = ([1, 1], [0, 0], [1, 1], False, [0, 0], 1)
     with monkeypatch.context() as patch:
-        patch.setattr(convolutions, "_ATEN", SimpleNamespace(convolution=Recorded))
+        convolution = SimpleNamespace(default=recorded)
+        patch.setattr(convolutions, "_ATEN", SimpleNamespace(convolution=convolution))
         convolutions._convolution(x, weight, None, *how, 1, algorithm)
     wanted = {"": before, "native": (False, before[1]), "deterministic": (before[0], True)}
     assert seen == [wanted[algorithm]] * 2
