@@ -17,43 +17,10 @@ from torch import fx, nn
 from torch._inductor import scheduler
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from fxremat.compat import measuring, tensors
 from fxremat.compat.configuration import POST_GRAD_PASS, SCHEDULER_PASS, inductor_config
 from fxremat.compat.inductor import generated_code, post_grad, scheduling
 from fxremat.compat.inductor.generated_code import generate
-from fxremat.compat.inductor.post_grad import (
-    copy_images,
-    leave_layouts,
-    prefers_channels_last,
-    return_inputs_as_they_are,
-    write_results,
-)
-from fxremat.compat.inductor.scheduling import (
-    Footprint,
-    Scheduled,
-    allocate_at_places,
-    names_being_scheduled,
-    run_after,
-    run_in_functions,
-    scheduled,
-)
-from fxremat.compat.measuring import (
-    HostRecording,
-    profiler_memory_events,
-    profiler_runs,
-    recorded_allocations,
-)
-from fxremat.compat.tensors import (
-    EMPTY,
-    allocate_as_before,
-    allocate_in_pool,
-    fake_mode_of,
-    new_block,
-    reinterpret,
-    storage_number,
-    storage_uses,
-    tensor_over,
-    write_over,
-)
 from tests.compat_graphs import ATEN, half, shared
 from tests.graphs import Net, batch
 from tests.small import forward_code
@@ -68,15 +35,15 @@ def loops_apart() -> Net:
 
 def test_run_in_functions() -> None:
     """Functions end where it is said, and what a loop allocates and frees is told."""
-    seen: list[list[Footprint]] = []
+    seen: list[list[scheduling.Footprint]] = []
 
     def functions(ends: set[int]) -> int:
-        def last_of(loops: list[Footprint]) -> set[int]:
+        def last_of(loops: list[scheduling.Footprint]) -> set[int]:
             seen.append(loops)
             return ends
 
         def divide(nodes: list[Any]) -> list[Any]:
-            run_in_functions(nodes, last_of)
+            scheduling.run_in_functions(nodes, last_of)
             return nodes
 
         code = forward_code(loops_apart(), batch(32, 64), **{SCHEDULER_PASS: divide})
@@ -89,13 +56,13 @@ def test_run_in_functions() -> None:
 
 def test_scheduled_and_run_after() -> None:
     """What kernels are, and an order that no data asks for."""
-    seen: list[list[Scheduled]] = []
+    seen: list[list[scheduling.Scheduled]] = []
     names: list[str] = []
 
     def backwards(nodes: list[Any]) -> list[Any]:
-        seen.append([scheduled(node) for node in nodes])
-        names.extend(names_being_scheduled())
-        run_after(nodes, {len(nodes) - 1: [0]})
+        seen.append([scheduling.scheduled(node) for node in nodes])
+        names.extend(scheduling.names_being_scheduled())
+        scheduling.run_after(nodes, {len(nodes) - 1: [0]})
         return nodes
 
     forward_code(shared(), batch(32, 64), **{SCHEDULER_PASS: backwards})
@@ -152,7 +119,7 @@ def test_code_allocates_at_places(partitions: bool) -> None:
     why: list[str | None] = []
 
     def place(nodes: list[Any]) -> list[Any]:
-        why.append(allocate_at_places())
+        why.append(scheduling.allocate_at_places())
         return nodes
 
     def code(**options: Any) -> str:
@@ -174,7 +141,7 @@ def test_write_results() -> None:
     """A result that would be computed in each of its readers is written instead."""
 
     def mark(graph: fx.Graph) -> None:
-        write_results(graph, [n for n in graph.nodes if n.target is ATEN.abs.default])
+        post_grad.write_results(graph, [n for n in graph.nodes if n.target is ATEN.abs.default])
 
     plain = forward_code(shared(), batch(32, 64))
     written = forward_code(shared(), batch(32, 64), **{POST_GRAD_PASS: mark})
@@ -193,7 +160,7 @@ def test_what_a_convolution_reads_as_an_image_is_written_as_one(read_twice: bool
 
     module = make_fx(step, tracing_mode="fake")(torch.ones(2, 2, 4, 36), torch.ones(4, 8, 3, 3))
     (sin,) = (n for n in module.graph.nodes if n.target is ATEN.sin.default)
-    write_results(module.graph, [sin])
+    post_grad.write_results(module.graph, [sin])
     (mark,) = (n for n in module.graph.nodes if n.target is torch.ops.fxremat.written.default)
     assert mark.meta["val"].shape == ((2, 2, 4, 36) if read_twice else (2, 8, 6, 6))
     assert post_grad.unmarked(mark) is sin
@@ -211,7 +178,7 @@ def masked() -> Net:
 
 def test_a_written_mask_is_stored_as_bytes_and_read_as_it_was() -> None:
     def mark(graph: fx.Graph) -> None:
-        write_results(graph, [n for n in graph.nodes if n.target is ATEN.gt.Scalar])
+        post_grad.write_results(graph, [n for n in graph.nodes if n.target is ATEN.gt.Scalar])
 
     x = torch.randn(32, 64)
     code = forward_code(masked(), x, **{POST_GRAD_PASS: mark})
@@ -228,7 +195,7 @@ def test_inputs_are_returned_as_they_are() -> None:
     def strides(marked: bool, forward: fx.GraphModule) -> dict[str, bool]:
         def mark(graph: fx.Graph) -> None:
             if marked:
-                return_inputs_as_they_are(graph)
+                post_grad.return_inputs_as_they_are(graph)
 
         with torch._inductor.config.patch(post_grad_custom_post_pass=mark):
             code = generate(forward, is_backward=False, seen_outputs=1)
@@ -242,7 +209,7 @@ def test_inputs_are_returned_as_they_are() -> None:
     def step(forward: fx.GraphModule, _: fx.GraphModule) -> list[dict[str, bool]]:
         kept = [strides(marked, forward) for marked in (False, True)]
         text = forward.code
-        leave_layouts(forward)
+        post_grad.leave_layouts(forward)
         assert forward.code != text  # Inductor's caches know a graph by its text
         return [*kept, strides(True, forward)]
 
@@ -262,10 +229,10 @@ def test_the_order_of_channels_that_inductor_prefers() -> None:
     """On CPUs with mkldnn channels go last wherever there is a convolution."""
     image, weight = torch.ones(2, 3, 8, 8), torch.ones(4, 3, 3, 3)
     convolution = make_fx(torch.conv2d, tracing_mode="fake")(image, weight)
-    assert prefers_channels_last(convolution)
+    assert post_grad.prefers_channels_last(convolution)
     with torch._inductor.config.patch(layout_optimization=False):
-        assert not prefers_channels_last(convolution)
-    assert not prefers_channels_last(make_fx(torch.sin, tracing_mode="fake")(image))
+        assert not post_grad.prefers_channels_last(convolution)
+    assert not post_grad.prefers_channels_last(make_fx(torch.sin, tracing_mode="fake")(image))
 
 
 @pytest.mark.parametrize(("channels", "copied"), [(3, True), (32, False)])
@@ -282,8 +249,8 @@ def test_images_are_copied_where_gradients_would_be(channels: int, copied: bool)
         return found
 
     module = make_fx(of_weight, tracing_mode="fake", _allow_non_fake_inputs=True)(gradient, image)
-    with fake_mode_of(module.graph):
-        copy_images(module.graph)
+    with tensors.fake_mode_of(module.graph):
+        post_grad.copy_images(module.graph)
     module.recompile()
     (node,) = module.graph.find_nodes(op="call_function", target=ATEN.convolution_backward.default)
     read = node.args[1].meta["val"]
@@ -295,21 +262,21 @@ def test_images_are_copied_where_gradients_would_be(channels: int, copied: bool)
 
 
 def test_profiler_memory_events() -> None:
-    assert not profiler_runs()
+    assert not measuring.profiler_runs()
     with torch.profiler.profile(profile_memory=True) as prof:
-        assert profiler_runs()
+        assert measuring.profiler_runs()
         with pytest.raises(RuntimeError, match="after its with block"):
-            profiler_memory_events(prof)
+            measuring.profiler_memory_events(prof)
         tensor = torch.empty(1000)
         del tensor
-    assert not profiler_runs()
-    events = profiler_memory_events(prof)
+    assert not measuring.profiler_runs()
+    events = measuring.profiler_memory_events(prof)
     assert [(size, device) for _, size, device in events] == [(4000, "CPU"), (-4000, "CPU")]
     assert events[0][0] <= events[1][0]
 
 
 def _most_of(call: Callable[[], object]) -> int | None:
-    recording = HostRecording()
+    recording = measuring.HostRecording()
     call()
     return recording.stop()
 
@@ -338,11 +305,11 @@ def test_a_recording_sees_every_block_however_short() -> None:
 
 
 def test_a_recording_gives_way_to_a_profiler() -> None:
-    recording = HostRecording()
+    recording = measuring.HostRecording()
     with torch.profiler.profile() as prof:
         _allocates(1).fill_(1)
         with pytest.raises(RuntimeError, match="a profiler or a backward runs"):
-            HostRecording()
+            measuring.HostRecording()
     assert [each.key for each in prof.key_averages() if each.key == "aten::fill_"]
     assert recording.stop() is None
     assert _most_of(lambda: _allocates(3)) == 3 * 1024
@@ -353,22 +320,22 @@ def test_a_recording_ends_when_the_backward_returns() -> None:
     said, weight = list[object](), torch.ones(3, requires_grad=True)
 
     def hook(_: torch.Tensor) -> None:
-        said.extend((recording.stop(), HostRecording.is_possible()))
+        said.extend((recording.stop(), measuring.HostRecording.is_possible()))
 
     loss: Any = weight.square().sum()
     loss.register_hook(hook)
-    recording = HostRecording()
+    recording = measuring.HostRecording()
     loss.backward()
     assert said == [None, False]
-    assert HostRecording.is_possible()
+    assert measuring.HostRecording.is_possible()
     assert _most_of(lambda: _allocates(9)) == 9 * 1024
 
 
 def test_a_recording_that_another_thread_stops_does_not_go_on_for_ever() -> None:
-    recording = HostRecording()
+    recording = measuring.HostRecording()
     with ThreadPoolExecutor() as other:
         assert other.submit(recording.stop).result() is None
-    assert HostRecording.is_possible()
+    assert measuring.HostRecording.is_possible()
     assert not torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
     assert _most_of(lambda: _allocates(7)) == 7 * 1024
 
@@ -381,11 +348,11 @@ def test_recording_ends_also_after_an_error(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(names, "_snapshot", lambda device: {"segments": [*log]})
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: log.append("idle"))
     gpu = torch.device("cuda", 0)
-    snapshot = recorded_allocations(lambda: log.append("run"), gpu)
+    snapshot = measuring.recorded_allocations(lambda: log.append("run"), gpu)
     assert snapshot["segments"][1:] == ["run", "idle"]
     assert log[3:] == [{"enabled": None}]
     with pytest.raises(ZeroDivisionError):
-        recorded_allocations(lambda: 1 // 0, gpu)
+        measuring.recorded_allocations(lambda: 1 // 0, gpu)
     assert log[-1] == {"enabled": None}
 
 
@@ -400,13 +367,13 @@ BLOCK_BYTES = 1 << 20
 def test_a_tensor_over_bytes_of_a_block(dtype: torch.dtype) -> None:
     """Its storage is its own, of exactly these bytes; it keeps the block alive."""
     with torch.inference_mode():
-        block = new_block(BLOCK_BYTES, HOST)
-        one = tensor_over(block, 1024, 2048, dtype)
+        block = tensors.new_block(BLOCK_BYTES, HOST)
+        one = tensors.tensor_over(block, 1024, 2048, dtype)
     assert not one.is_inference()
     assert one.untyped_storage().nbytes() == 1024
     assert one.data_ptr() == block.data_ptr() + 1024
-    write_over(block, 1024, 2048, 1)
-    uses = storage_uses(storage_number(block.untyped_storage()))
+    tensors.write_over(block, 1024, 2048, 1)
+    uses = tensors.storage_uses(tensors.storage_number(block.untyped_storage()))
     del block
     one.fill_(1)
     assert one.sum() == one.numel()
@@ -415,10 +382,10 @@ def test_a_tensor_over_bytes_of_a_block(dtype: torch.dtype) -> None:
 
 def test_what_lies_there_is_a_tensor_like_any_other() -> None:
     """It has its own version, and is saved, copied and shared by itself."""
-    block = new_block(BLOCK_BYTES, HOST)
-    base = tensor_over(block, 0, 1024, torch.float32)
+    block = tensors.new_block(BLOCK_BYTES, HOST)
+    base = tensors.tensor_over(block, 0, 1024, torch.float32)
     one: Any
-    one, other = (reinterpret(base, (16, 16), (16, 1), 0) for _ in range(2))
+    one, other = (tensors.reinterpret(base, (16, 16), (16, 1), 0) for _ in range(2))
     one.fill_(3)
     assert (one._version, other._version, base._version) == (1, 0, 0)
     file = io.BytesIO()
@@ -433,25 +400,26 @@ def test_what_lies_there_is_a_tensor_like_any_other() -> None:
 
 def test_uses_of_a_storage() -> None:
     """They tell whoever holds what lies there, views and copies of the tensor among them."""
-    base = tensor_over(new_block(1024, HOST), 0, 1024, torch.float32)
+    base = tensors.tensor_over(tensors.new_block(1024, HOST), 0, 1024, torch.float32)
     storage = base.untyped_storage()
-    number = storage_number(storage)
-    idle = storage_uses(number)
-    one = reinterpret(base, (256,), (1,), 0)
+    number = tensors.storage_number(storage)
+    idle = tensors.storage_uses(number)
+    one = tensors.reinterpret(base, (256,), (1,), 0)
     held = [one, one[:4], one.detach(), one.numpy()]
     del one
     while held:
-        assert storage_uses(number) > idle
+        assert tensors.storage_uses(number) > idle
         held.pop()
-    assert storage_uses(number) == idle
-    reinterpret(base, (256,), (1,), 0).untyped_storage()  # its object is the one that is known
-    assert storage_uses(number) == idle
+    assert tensors.storage_uses(number) == idle
+    # The object of this storage is the one that is known.
+    tensors.reinterpret(base, (256,), (1,), 0).untyped_storage()
+    assert tensors.storage_uses(number) == idle
 
 
 def test_what_generated_code_allocates_with() -> None:
-    made = EMPTY["cpu"]((2, 3), (4, 1), torch.float16)
+    made = tensors.EMPTY["cpu"]((2, 3), (4, 1), torch.float16)
     assert (made.shape, made.stride(), made.dtype) == ((2, 3), (4, 1), torch.float16)
-    assert "cuda" in EMPTY
+    assert "cuda" in tensors.EMPTY
 
 
 def test_a_pool_is_left_as_it_was_entered() -> None:
@@ -463,6 +431,6 @@ def test_a_pool_is_left_as_it_was_entered() -> None:
     device = torch.device("cuda", 0)
     noted: Any = {name: lambda *args, name=name: calls.append((name, *args)) for name in names}
     with mock.patch.multiple(torch._C, **noted):
-        allocate_in_pool(pool, device)
-        allocate_as_before(pool, device)
+        tensors.allocate_in_pool(pool, device)
+        tensors.allocate_as_before(pool, device)
     assert calls == [(name, 0, (0, 1)) for name in names]

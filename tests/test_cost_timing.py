@@ -20,23 +20,6 @@ from fxremat.cost import call_times, number_file, op_timers, timing
 from fxremat.cost.call_times import KIND, CallTimes, call_key
 from fxremat.cost.device import DeviceSpec
 from fxremat.cost.number_file import NumberFile, number_path, written_together
-from fxremat.cost.op_timers import (
-    FUNCTIONS,
-    TRAFFIC,
-    LoopRates,
-    Measured,
-    Roofline,
-    bandwidth_name,
-    measured_rates,
-)
-from fxremat.cost.timing import (
-    ReferenceMatmul,
-    TimedNumbers,
-    Timing,
-    alone_on,
-    quickest,
-    reference_of,
-)
 from fxremat.disk_cache import write_whole
 from fxremat.runtime.chunks.convolutions import CONVOLUTION, CONVOLUTION_BACKWARD
 from fxremat.runtime.chunks.operator import ROWS
@@ -45,7 +28,7 @@ from tests.loss_program import CLASSES, inputs, program
 from tests.single_calls import ATEN, KEY, call, item
 
 HOST, GPU = torch.device("cpu"), torch.device("cuda", 0)
-ROOFLINE = Roofline(DeviceSpec("test", 1e12, 4e12, 1e9, 3.0, 1e9, 1e8, 20.0), True, True)
+ROOFLINE = op_timers.Roofline(DeviceSpec("test", 1e12, 4e12, 1e9, 3.0, 1e9, 1e8, 20.0), True, True)
 
 # --- runs that count ----------------------------------------------------------------------
 
@@ -55,7 +38,7 @@ def timed(interruptions: Iterable[int], seconds: list[float], patch: pytest.Monk
     counted, took = iter(interruptions), iter(seconds)
     patch.setattr(timing, "_interruptions", lambda device: next(counted))
     patch.setattr(timing, "_seconds", lambda call, device: next(took))
-    return quickest(lambda: None, HOST).us
+    return timing.quickest(lambda: None, HOST).us
 
 
 def test_runs_that_other_programs_disturb_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,7 +60,7 @@ class Machine:
     """Every run takes its seconds times how slow the machine is just now."""
 
     def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.slowness, self.now, self.reference = 1.0, 0.0, reference_of(HOST, directory)
+        self.slowness, self.now, self.reference = 1.0, 0.0, timing.reference_of(HOST, directory)
         self.matmuls = 0
         monkeypatch.setattr(time, "monotonic", lambda: self.now)
         monkeypatch.setattr(timing, "_seconds", self.run)
@@ -91,7 +74,7 @@ class Machine:
 
     def timed(self, after: float = 60.0) -> float:
         self.now += after
-        return quickest(lambda: None, HOST, self.reference).us
+        return timing.quickest(lambda: None, HOST, self.reference).us
 
 
 @pytest.fixture
@@ -107,7 +90,7 @@ def test_a_machine_that_changes_its_clock_gives_the_same_times(
     assert machine.timed() == pytest.approx(7000.0)
     machine.slowness = slowness
     assert machine.timed() == pytest.approx(7000.0)
-    machine.reference, machine.slowness = reference_of(HOST, tmp_path), 2 * slowness
+    machine.reference, machine.slowness = timing.reference_of(HOST, tmp_path), 2 * slowness
     assert machine.timed() == pytest.approx(7000.0)
 
 
@@ -130,8 +113,8 @@ def test_where_the_clock_is_not_known_times_are_left_as_they_are(
     monkeypatch.setattr(timing, "_interruptions", lambda device: next(counted))
     machine.slowness = 1.3
     assert machine.timed() == pytest.approx(1.3 * 7000.0)
-    assert reference_of(GPU, tmp_path) is None
-    assert isinstance(reference_of(HOST, tmp_path), ReferenceMatmul)
+    assert timing.reference_of(GPU, tmp_path) is None
+    assert isinstance(timing.reference_of(HOST, tmp_path), timing.ReferenceMatmul)
 
 
 # --- one process on a GPU -----------------------------------------------------------------
@@ -159,10 +142,10 @@ def _is_free(lock: Path) -> bool:
 
 def test_others_wait_while_a_call_is_timed(lock: Path) -> None:
     """And no longer than that, also where timing fails."""
-    with alone_on(GPU):
+    with timing.alone_on(GPU):
         assert not _is_free(lock)
     assert _is_free(lock)
-    with pytest.raises(RuntimeError), alone_on(GPU):
+    with pytest.raises(RuntimeError), timing.alone_on(GPU):
         raise RuntimeError("out of memory")
     assert _is_free(lock)
 
@@ -225,22 +208,24 @@ A_LOOP = 1e9
 """Microseconds: longer than any call here takes, however busy the machine is."""
 
 
-def rates_of(call_us: float, bytes_per_s: float, functions: Mapping[str, float]) -> LoopRates:
+def rates_of(
+    call_us: float, bytes_per_s: float, functions: Mapping[str, float]
+) -> op_timers.LoopRates:
     """Rates at which all sizes move alike, and other functions cost nothing."""
 
     def number_of(name: str) -> float:
         if name == "call_us":
             return call_us
-        return functions.get(name, 0.0) if name in FUNCTIONS else bytes_per_s
+        return functions.get(name, 0.0) if name in op_timers.FUNCTIONS else bytes_per_s
 
-    return LoopRates(number_of)
+    return op_timers.LoopRates(number_of)
 
 
 LOOPS = rates_of(A_LOOP, 1e9, {})
 
 
-def timer(directory: Path, loops: LoopRates = LOOPS) -> Measured:
-    return Measured(CallTimes(HOST, directory), loops, ROOFLINE)
+def timer(directory: Path, loops: op_timers.LoopRates = LOOPS) -> op_timers.Measured:
+    return op_timers.Measured(CallTimes(HOST, directory), loops, ROOFLINE)
 
 
 def key_of(node: fx.Node) -> str:
@@ -252,12 +237,12 @@ def key_of(node: fx.Node) -> str:
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the calls that were really run."""
     seen: list[str] = []
-    real = TimedNumbers.number
+    real = timing.TimedNumbers.number
 
-    def spy(numbers: TimedNumbers, key: str, measure: Callable[[], Any]) -> float | None:
+    def spy(numbers: timing.TimedNumbers, key: str, measure: Callable[[], Any]) -> float | None:
         return real(numbers, key, lambda: seen.append(key) or measure())  # type: ignore[func-returns-value]
 
-    monkeypatch.setattr(TimedNumbers, "number", spy)
+    monkeypatch.setattr(timing.TimedNumbers, "number", spy)
     return seen
 
 
@@ -442,26 +427,28 @@ def test_a_power_costs_what_inductor_computes_for_it(exponent: float, ns: float)
     power = graph.call_function(torch.ops.aten.pow.Tensor_Scalar, (x, exponent))
     power.meta["val"] = torch.ones(1000)
     numbers = {"pow": 100.0, "sqrt": 5.0, "div": 7.0, "call_us": 0.0}
-    rates = LoopRates({bandwidth_name(TRAFFIC[0]): 1e15, **numbers}.__getitem__)
+    rates = op_timers.LoopRates(
+        {op_timers.bandwidth_name(op_timers.TRAFFIC[0]): 1e15, **numbers}.__getitem__
+    )
     assert rates.us([power], 8) == pytest.approx(ns, abs=1e-6)
 
 
 def test_what_is_asked_for_is_measured_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = measured_rates(HOST, tmp_path)
+    first = op_timers.measured_rates(HOST, tmp_path)
     exp, neg = first.loop_us([("exp", 10**9)], 0), first.loop_us([("neg", 10**9)], 0)
-    moved, call = first.move_us(TRAFFIC[1]), first.call_us
+    moved, call = first.move_us(op_timers.TRAFFIC[1]), first.call_us
     assert neg == 0.0
     assert min(exp, moved, call) > 0
     kept = NumberFile(number_path(tmp_path, HOST, op_timers.KIND)).numbers
-    sizes = [bandwidth_name(size) for size in TRAFFIC[:2]]
+    sizes = [op_timers.bandwidth_name(size) for size in op_timers.TRAFFIC[:2]]
     assert kept.keys() == {"call_us", "moving_us", "exp", *sizes}
 
     monkeypatch.setattr(timing, "quickest", mock.Mock(side_effect=AssertionError))
-    again = measured_rates(HOST, tmp_path)
+    again = op_timers.measured_rates(HOST, tmp_path)
     assert again.loop_us([("exp", 10**9)], 0) == exp
-    assert again.move_us(TRAFFIC[1]) == moved
+    assert again.move_us(op_timers.TRAFFIC[1]) == moved
     with pytest.raises(AssertionError):
         again.loop_us([("tanh", 10**9)], 0)
 
@@ -475,16 +462,16 @@ def default_dtype(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("default_dtype")
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("name", op_timers.FUNCTIONS)
 def test_functions_can_be_timed(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Whatever the dtype is of tensors that nobody gives one."""
 
-    def once(call: Callable[[], object], device: torch.device, reference: object) -> Timing:
+    def once(call: Callable[[], object], device: torch.device, reference: object) -> timing.Timing:
         call()
-        return Timing(50.0, False)
+        return timing.Timing(50.0, False)
 
     monkeypatch.setattr(timing, "quickest", once)
-    rates = measured_rates(HOST, tmp_path)
+    rates = op_timers.measured_rates(HOST, tmp_path)
     assert rates.loop_us([(name, 1)], 0) == 0.0  # no dearer than to move
 
 
@@ -492,9 +479,9 @@ def test_the_rates_of_a_busy_machine_are_not_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are better than none: a vendor's figures would be of another kind than measured ones."""
-    disturbed = mock.Mock(return_value=Timing(50.0, True))
+    disturbed = mock.Mock(return_value=timing.Timing(50.0, True))
     monkeypatch.setattr(timing, "quickest", disturbed)
-    rates = measured_rates(HOST, tmp_path)
+    rates = op_timers.measured_rates(HOST, tmp_path)
     assert rates.call_us == rates.call_us == 50.0
     assert disturbed.call_count == 1
     assert not number_path(tmp_path, HOST, op_timers.KIND).exists()

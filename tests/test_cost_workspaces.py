@@ -14,16 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxremat.compat.configuration import OpOverload
-from fxremat.cost import call_times, workspaces
+from fxremat.cost import call_times, cuda_scratch, workspaces
 from fxremat.cost.call_times import made_real
-from fxremat.cost.cuda_scratch import (
-    IN_FORM_OUT,
-    MOST_THREADS,
-    CudaScratch,
-    Multiprocessors,
-    cublas_workspace,
-    scratch_of_reduction,
-)
 from fxremat.cost.workspaces import Workspaces
 from fxremat.memory.allocator_settings import MIN_BLOCK_BYTES, round_up
 from fxremat.memory.measured_peak import measure_peak
@@ -227,16 +219,16 @@ def test_blocks_of_calls(name: str) -> None:
     """Also of the forms with ``out``."""
     targets, args, blocks = BLOCKS[name]
     for target in targets:
-        assert CudaScratch().blocks_of_call(target, args, {}) == blocks
+        assert cuda_scratch.CudaScratch().blocks_of_call(target, args, {}) == blocks
 
 
 def test_cublas_works_in_32_mebibytes_from_hopper_on() -> None:
-    assert cublas_workspace((8, 9)) == 8_519_680
-    assert cublas_workspace((9, 0)) == 32 * 2**20
+    assert cuda_scratch.cublas_workspace((8, 9)) == 8_519_680
+    assert cuda_scratch.cublas_workspace((9, 0)) == 32 * 2**20
 
 
 def test_what_writes_into_given_memory_has_the_same_schema() -> None:
-    for out, own in IN_FORM_OUT.items():
+    for out, own in cuda_scratch.IN_FORM_OUT.items():
         assert [a.name for a in out._schema.arguments if not a.is_out] == [
             a.name for a in own._schema.arguments
         ]
@@ -250,8 +242,8 @@ def test_there_is_room_for_each_result(
     inputs: int, results: int, itemsize: int, along: bool, contiguous: bool, count: int
 ) -> None:
     """At least two blocks share each result, where any do; and never more than have values."""
-    card = Multiprocessors(count, 2048)
-    blocks = scratch_of_reduction(
+    card = cuda_scratch.Multiprocessors(count, 2048)
+    blocks = cuda_scratch.scratch_of_reduction(
         inputs, results, itemsize, along=along, contiguous=contiguous, card=card
     )
     if blocks:
@@ -259,7 +251,7 @@ def test_there_is_room_for_each_result(
         assert partial >= 2 * results * itemsize
         assert counters % 4 == 0
         assert 0 < counters <= 4 * results
-        assert partial <= max(inputs, MOST_THREADS) * results * itemsize
+        assert partial <= max(inputs, cuda_scratch.MOST_THREADS) * results * itemsize
     else:
         assert inputs < 10**6 or results > 1 or count == 1
 
@@ -293,8 +285,8 @@ def test_backward_of_attention(case: Any) -> None:
     query = meta(batch, heads, length, width, dtype=dtype)
     key = meta(batch, key_heads, length, width, dtype=dtype)
     args = (query, query, key, key)
-    assert CudaScratch().blocks_of_call(target, args, {}) == blocks
-    assert CudaScratch().of_call(target, args, {}) == sum(blocks)
+    assert cuda_scratch.CudaScratch().blocks_of_call(target, args, {}) == blocks
+    assert cuda_scratch.CudaScratch().of_call(target, args, {}) == sum(blocks)
 
 
 @pytest.mark.parametrize(
@@ -304,6 +296,6 @@ def test_backward_of_attention(case: Any) -> None:
 def test_adding_by_an_index(count: int, width: int, of_indices: int, of_cub: int) -> None:
     table, index = meta(50304, width), meta(count, dtype=torch.int64)
     args = (table, [index], meta(count, width), True)
-    *sorting, more = CudaScratch().blocks_of_call(ATEN.index_put_.default, args, {})
+    *sorting, more = cuda_scratch.CudaScratch().blocks_of_call(ATEN.index_put_.default, args, {})
     assert sorting == [of_indices] * 4
     assert round_up(more, MIN_BLOCK_BYTES) == round_up(of_cub, MIN_BLOCK_BYTES)
