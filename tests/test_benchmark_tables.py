@@ -141,14 +141,12 @@ def test_a_rule_that_pays(tmp_path: Path) -> None:
     assert data["verdicts"] == {"sign_masks": f"pays in {bytes_too}seconds"}
 
 
-def row_of(least_with: int, *budgets: At) -> rules.Row:
-    """Of a rule without which the least peak is 100."""
-    return rules.Row(
-        "saved_8bit", True, "gpt", "cpu", "cpu", 4, 200, 100, least_with, 4, [*budgets]
-    )
-
-
 def test_verdicts() -> None:
+    """Of a rule without which the least peak is 100."""
+
+    def row_of(least: int, *budgets: At) -> rules.Row:
+        return rules.Row("saved_8bit", True, "gpt", "cpu", "cpu", 4, 200, 100, least, 4, [*budgets])
+
     idle, faster = At("80%", 160, 0.1, 0.1, 0), At("60%", 120, 0.2, 0.15, 3)
     alone = At("least", 100, None, 0.3, 2)
     assert row_of(100, idle).verdict == "does not pay"
