@@ -17,12 +17,7 @@ import fxremat
 from fxremat.compat.configuration import inductor_config
 from fxremat.compat.inductor.generated_code import Generated
 from fxremat.compat.tensors import without_memory
-from fxremat.compile.dry_run.dry_run import (
-    AllocatorEvents,
-    DryRun,
-    dry_run,
-    dry_run_once,
-)
+from fxremat.compile.dry_run.dry_run import AllocatorEvents, DryRun, dry_run, dry_run_once
 from fxremat.compile.dry_run.meter import CodeMeter, Workspace
 from fxremat.core.events import Allocate, Free, Given, RunEvents
 from fxremat.core.json_data import InvalidData, from_data, to_data
@@ -346,7 +341,6 @@ def test_nothing_is_kept_where_caches_are_disabled(kept: Path, made: list[Any]) 
 
 
 # --- dry run operators --------------------------------------------------------------------
-
 
 BF16 = torch.bfloat16
 

@@ -116,10 +116,7 @@ def flash(*dropout: float, **named: float) -> fx.Node:
     return WITHOUT_DROPOUT.graph.call_function(target, arguments, {**named})
 
 
-RANDOM |= {
-    "attention with dropout": flash(0.5),
-    "attention, dropout by name": flash(dropout_p=0.5),
-}
+RANDOM |= {"attention with dropout": flash(0.5), "attention, dropout by name": flash(dropout_p=0.5)}
 
 
 @pytest.mark.parametrize("node", RANDOM.values(), ids=RANDOM)

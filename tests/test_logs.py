@@ -221,7 +221,6 @@ def test_where_no_line_is_shown(monkeypatch: pytest.MonkeyPatch, why: str) -> No
 
 # --- logged metrics -----------------------------------------------------------------------
 
-
 ALLOCATOR = {
     "active_bytes.all.peak": 3 * GIB, "reserved_bytes.all.peak": 4 * GIB,
     "num_alloc_retries": 1, "num_ooms": 2,

@@ -20,27 +20,10 @@ from fxremat.passes.variants import few_bit, lossy_saved
 from fxremat.passes.variants.few_bit import optimal_steps
 from fxremat.passes.variants.insertion import Site
 from fxremat.passes.variants.lossy_saved import RULES
+from tests import variants
 from tests.conftest import Golden
 from tests.examples import examples
 from tests.slowness import slow_but
-from tests.variants import (
-    DTYPES,
-    Taken,
-    calls,
-    compare,
-    found,
-    gradients,
-    in_order,
-    inductor_with,
-    joint_of,
-    leaf,
-    real_inputs,
-    results,
-    shown,
-    sites,
-    small_values,
-    with_site,
-)
 
 RULE = {rule.name: rule for rule in RULES}
 FORMS = {"saved_8bit": 0.05, "saved_4bit": 1.0, "saved_fp8": 0.2, "saved_bf16": 0.05}
@@ -54,11 +37,11 @@ def squared(x: torch.Tensor) -> torch.Tensor:
 
 def errors(joint: JointGraph, *chosen: Site) -> list[float]:
     """Relative errors of the gradients; the forward has to be the same, bit by bit."""
-    expected, other = compare(joint, *chosen)
+    expected, other = variants.compare(joint, *chosen)
     count = joint.num_forward_outputs
     for one, two in zip(expected[:count], other[:count], strict=True):
         assert not isinstance(one, torch.Tensor) or torch.equal(one, two)
-    pairs = zip(gradients(joint, expected), gradients(joint, other), strict=True)
+    pairs = zip(variants.gradients(joint, expected), variants.gradients(joint, other), strict=True)
     return [float((a - b).norm() / a.norm().clamp(min=1e-30)) for a, b in pairs]
 
 
@@ -69,15 +52,15 @@ def errors(joint: JointGraph, *chosen: Site) -> list[float]:
 def normalised(dtype: torch.dtype) -> JointGraph:
     """Two layers with a layer norm, traced once for all forms."""
     net = nn.Sequential(nn.Linear(6, 20), nn.GELU(), nn.LayerNorm(20), nn.Linear(20, 5)).to(dtype)
-    return joint_of(net, [leaf(9, 6, dtype=dtype)])
+    return variants.joint_of(net, [variants.leaf(9, 6, dtype=dtype)])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", variants.DTYPES)
 @pytest.mark.parametrize("name", FORMS)
 def test_gradients_are_near(name: str, dtype: torch.dtype) -> None:
     joint = normalised(dtype)
-    with small_values():
-        where = sites(RULE[name], joint)
+    with variants.small_values():
+        where = variants.sites(RULE[name], joint)
     assert where  # in bf16 too: a layer norm computes in float32
     limit = FORMS[name] + (0.1 if dtype == torch.bfloat16 else 0)
     assert all(max(errors(joint, site)) < limit for site in where)
@@ -86,7 +69,7 @@ def test_gradients_are_near(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("fused", [True, False])
 def test_all_values_at_once(fused: bool) -> None:
     net = nn.Sequential(nn.Linear(6, 20), nn.SiLU(), nn.LayerNorm(20), nn.Linear(20, 5))
-    joint, where = found(RULE["saved_8bit"], net, leaf(9, 6), fused=fused)
+    joint, where = variants.found(RULE["saved_8bit"], net, variants.leaf(9, 6), fused=fused)
     assert len(where) >= 3
     assert max(errors(joint, *where)) < 0.1
 
@@ -97,10 +80,10 @@ def test_all_values_at_once(fused: bool) -> None:
     st.sampled_from(list(FORMS)),
 )  # fmt: skip
 def test_any_shape_and_order(shape: list[int], order: list[int], name: str) -> None:
-    x = in_order(shape, order).requires_grad_()
-    joint, where = found(RULE[name], lambda x: x.sin().logcumsumexp(0) ** 2, x)
+    x = variants.in_order(shape, order).requires_grad_()
+    joint, where = variants.found(RULE[name], lambda x: x.sin().logcumsumexp(0) ** 2, x)
     for site in where:
-        with_site(joint, site)  # sizes and strides are compared there
+        variants.with_site(joint, site)  # sizes and strides are compared there
         assert all(torch.isfinite(torch.tensor(errors(joint, site))))
 
 
@@ -126,8 +109,8 @@ OTHERS = {"gelu": torch.bfloat16, "elu": torch.float64}
 
 @pytest.mark.parametrize("name", slow_but(["gelu", "elu", "tanh"], ACTIVATIONS))
 def test_any_activation_is_found(name: str) -> None:
-    x = leaf(30, 40, dtype=OTHERS.get(name, torch.float32))
-    joint, where = found(RULE["few_bit_activation"], activated(ACTIVATIONS[name]), x)
+    x = variants.leaf(30, 40, dtype=OTHERS.get(name, torch.float32))
+    joint, where = variants.found(RULE["few_bit_activation"], activated(ACTIVATIONS[name]), x)
     assert len(where) == few_bit.MOST_BITS
     worst = [max(errors(joint, site)) for site in where]
     assert worst[3] < worst[0]
@@ -145,7 +128,7 @@ def test_planes_tell_every_level_apart(boundaries: int, values: list[float]) -> 
         return few_bit.derivative(add, few_bit.planes_of(add, node, edges), levels, x)
 
     expected = torch.tensor(levels)[torch.bucketize(x, torch.tensor(edges))]
-    assert torch.equal(calls(x, through), expected)
+    assert torch.equal(variants.calls(x, through), expected)
 
 
 # Integrals of the squared error over [-10, 10] for 1 to 4 bits, as the paper reports them.
@@ -154,8 +137,8 @@ PUBLISHED = {"gelu": (0.1410, 0.0406, 0.0119, 0.0031), "silu": (0.2150, 0.0479, 
 
 @pytest.mark.parametrize("name", list(PUBLISHED))
 def test_tables_are_as_good_as_those_of_the_paper(name: str) -> None:
-    with small_values():
-        joint = joint_of(activated(ACTIVATIONS[name]), [leaf(30, 40)])
+    with variants.small_values():
+        joint = variants.joint_of(activated(ACTIVATIONS[name]), [variants.leaf(30, 40)])
         (product,) = few_bit.products(joint)
     for bits, published in enumerate(PUBLISHED[name], 1):
         error = product.table(bits).mean_error ** 2 * 2 * few_bit.REACH
@@ -181,7 +164,9 @@ def test_steps_are_optimal(values: list[float], levels: int) -> None:
 @pytest.mark.parametrize("activation", [F.leaky_relu, F.hardsigmoid, F.relu6])
 def test_piecewise_constant_derivatives_are_exact(activation: Callable[..., Any]) -> None:
     """Where f is found as a factor at all: as a mask it is a matter of packed_bits."""
-    joint, where = found(RULE["few_bit_activation"], activated(activation), leaf(30, 40))
+    joint, where = variants.found(
+        RULE["few_bit_activation"], activated(activation), variants.leaf(30, 40)
+    )
     for site in where[1:]:
         assert max(errors(joint, site)) < 1e-6
 
@@ -195,11 +180,11 @@ def linear(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return h @ w if len(w) == x.shape[1] else F.linear(h, w)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", variants.DTYPES)
 @pytest.mark.parametrize("shape", [(6, 5), (5, 6)])
 def test_weight_gradients_are_estimated(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    x, w = leaf(40, 6, dtype=dtype), leaf(*shape, dtype=dtype)
-    joint, where = found(RULE["random_matmul"], linear, x, w)
+    x, w = variants.leaf(40, 6, dtype=dtype), variants.leaf(*shape, dtype=dtype)
+    joint, where = variants.found(RULE["random_matmul"], linear, x, w)
     assert [s.name.rsplit(":", 1)[1] for s in where] == list(lossy_saved.ROWS)
     for site in where:
         error = sorted(errors(joint, site))
@@ -208,15 +193,17 @@ def test_weight_gradients_are_estimated(shape: tuple[int, int], dtype: torch.dty
 
 
 def test_estimates_have_no_bias(monkeypatch: pytest.MonkeyPatch) -> None:
-    joint, where = found(RULE["random_matmul"], linear, leaf(40, 6), leaf(5, 6))
-    exact = results(joint.module, real_inputs(joint))
+    joint, where = variants.found(
+        RULE["random_matmul"], linear, variants.leaf(40, 6), variants.leaf(5, 6)
+    )
+    exact = variants.results(joint.module, variants.real_inputs(joint))
     estimates = []
     for seed in range(60):
         monkeypatch.setattr(lossy_saved, "seed_of", lambda node, seed=seed: seed)
-        other = results(with_site(joint, where[0]), real_inputs(joint))
-        estimates.append(gradients(joint, other)[1])
+        other = variants.results(variants.with_site(joint, where[0]), variants.real_inputs(joint))
+        estimates.append(variants.gradients(joint, other)[1])
     every = torch.stack(estimates)
-    error = (every.mean(0) - gradients(joint, exact)[1]).abs()
+    error = (every.mean(0) - variants.gradients(joint, exact)[1]).abs()
     assert bool((error <= 5 * every.std(0) / len(estimates) ** 0.5 + 1e-4).all())
 
 
@@ -225,7 +212,7 @@ def read_twice(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return F.linear(h, w).sum() + (h * h).sum()
 
 
-SMALL, LARGE = [leaf(5, 6)], [leaf(300, 400)]
+SMALL, LARGE = [variants.leaf(5, 6)], [variants.leaf(300, 400)]
 LEFT: dict[str, tuple[str, Callable[..., Any], list[torch.Tensor]]] = {
     "inputs": ("saved_8bit", lambda x: x * x, SMALL),
     "results": ("saved_8bit", lambda x: x.cumsum(0).exp(), SMALL),
@@ -237,18 +224,21 @@ LEFT: dict[str, tuple[str, Callable[..., Any], list[torch.Tensor]]] = {
     "small derivatives that grow": (
         "few_bit_activation", lambda x: x.cumsum(-1).square().mean(), LARGE),
     "masks": ("few_bit_activation", lambda x: F.dropout(x.cumsum(0), 0.4), SMALL),
-    "a matrix that others read": ("random_matmul", read_twice, [leaf(40, 6), leaf(5, 6)]),
+    "a matrix that others read": (
+        "random_matmul", read_twice, [variants.leaf(40, 6), variants.leaf(5, 6)]),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", LEFT)
 def test_what_is_left_as_it_is(name: str) -> None:
     rule, function, inputs = LEFT[name]
-    assert found(RULE[rule], function, *inputs)[1] == []
+    assert variants.found(RULE[rule], function, *inputs)[1] == []
 
 
 def test_small_derivatives_that_do_not_grow() -> None:
-    assert found(RULE["few_bit_activation"], lambda x: F.gelu(x.cumsum(-1)).mean(), *LARGE)[1]
+    assert variants.found(
+        RULE["few_bit_activation"], lambda x: F.gelu(x.cumsum(-1)).mean(), *LARGE
+    )[1]
 
 
 # --- the whole ----------------------------------------------------------------------------
@@ -263,9 +253,9 @@ def test_through_inductor(name: str) -> None:
     expected = [p.grad.clone() for p in net.parameters() if p.grad is not None]
     net.zero_grad()
     picked = {"few_bit_activation": slice(3, 4), "random_matmul": slice(0, 1)}
-    with small_values(33):
-        taken = Taken(RULE[name], lambda where: where[picked.get(name, slice(None))])
-        inductor_with(net, taken)(x).square().sum().backward()
+    with variants.small_values(33):
+        taken = variants.Taken(RULE[name], lambda where: where[picked.get(name, slice(None))])
+        variants.inductor_with(net, taken)(x).square().sum().backward()
     made = [p.grad for p in net.parameters() if p.grad is not None]
     limit = {"random_matmul": 2.0, "saved_4bit": 0.3}.get(name, 0.1)
     for one, two in zip(made, expected, strict=True):
@@ -274,5 +264,5 @@ def test_through_inductor(name: str) -> None:
 
 
 def test_a_value_in_four_bits(golden: Golden) -> None:
-    joint, where = found(RULE["saved_4bit"], squared, leaf(3, 50))
-    golden(shown(joint, *[s for s in where if "cumsum" in s.name]))
+    joint, where = variants.found(RULE["saved_4bit"], squared, variants.leaf(3, 50))
+    golden(variants.shown(joint, *[s for s in where if "cumsum" in s.name]))

@@ -25,7 +25,6 @@ from fxremat.whatif.symbolic_step import Expected, PeaksBySize
 
 # --- measure ------------------------------------------------------------------------------
 
-
 SIDE = 64
 SQUARE = SIDE * SIDE * 4  # bytes of one float32 matrix
 

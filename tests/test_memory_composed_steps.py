@@ -9,16 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxremat.core.events import (
-    Allocate,
-    Backward,
-    Event,
-    Forward,
-    Free,
-    Given,
-    Outside,
-    RunEvents,
-)
+from fxremat.core.events import Allocate, Backward, Event, Forward, Free, Given, Outside, RunEvents
 from fxremat.core.layout import CodeBuffer
 from fxremat.core.step import Interface, Order, Version
 from fxremat.memory import composed_steps

@@ -13,13 +13,7 @@ import torch
 
 from fxremat.errors import InvalidOption, UnknownOption
 from fxremat.option_values import machine_memory_bytes
-from fxremat.options import (
-    Options,
-    disabled,
-    list_options,
-    options_table,
-    parse_options,
-)
+from fxremat.options import Options, disabled, list_options, options_table, parse_options
 from tests.conftest import Golden
 
 DEVICE = 80 * 2**30

@@ -29,7 +29,6 @@ from tests.conftest import Golden
 
 # --- errors -------------------------------------------------------------------------------
 
-
 MIB = 2**20
 IN_FLIGHT = ("graph 1", 4, 3 * MIB, 9 * MIB, 8 * MIB)
 ERRORS: dict[str, Exception] = {
@@ -146,7 +145,6 @@ def test_round_up_is_short_where_it_can_be() -> None:
 
 
 # --- version ------------------------------------------------------------------------------
-
 
 SOURCE = '''\
 """A module."""
@@ -283,7 +281,6 @@ def test_the_build_names_the_version(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 # --- packaging ----------------------------------------------------------------------------
-
 
 ROOT = Path(__file__).parent.parent
 GROUP = "torch_dynamo_backends"

@@ -195,7 +195,6 @@ def test_too_large_for_the_full_programme(monkeypatch: pytest.MonkeyPatch) -> No
 
 # --- moccasin -----------------------------------------------------------------------------
 
-
 needs_cp_sat = pytest.mark.skipif(
     importlib.util.find_spec("ortools") is None,
     reason="needs OR-Tools: pip install 'fxremat[cpsat]'",
@@ -261,7 +260,6 @@ def test_a_process_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # --- poet ---------------------------------------------------------------------------------
-
 
 BUDGET = 507
 

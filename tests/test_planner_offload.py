@@ -335,7 +335,6 @@ def test_where_nothing_fits_the_least_peak_is_found() -> None:
 
 # --- parts --------------------------------------------------------------------------------
 
-
 bytes_ = st.integers(0, 60)
 versions = st.builds(Version, st.integers(1, 40).map(float), bytes_, bytes_, bytes_)
 

@@ -225,7 +225,6 @@ def test_unknown_solver() -> None:
 
 # --- auto ---------------------------------------------------------------------------------
 
-
 # For what is proven: the search ends by itself, within 2 s on an idle core. A busy machine can
 # reach the default limit first.
 PATIENT = SolverOptions(time_limit_s=60.0)

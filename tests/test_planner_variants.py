@@ -215,7 +215,6 @@ def test_the_least_peak_is_found_where_one_op_makes_it(
 
 # --- moments ------------------------------------------------------------------------------
 
-
 NO_TIME_LIMIT = Deadline(None)
 
 

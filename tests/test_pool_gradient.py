@@ -161,7 +161,6 @@ def test_graph_of_a_pool_gradient(golden: Golden) -> None:
 
 # --- from outputs -------------------------------------------------------------------------
 
-
 PLAIN, SCALED, ACTIVATION = RULES
 
 

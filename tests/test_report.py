@@ -45,7 +45,6 @@ from tests.step_reports import (
 
 # --- front --------------------------------------------------------------------------------
 
-
 EAGER = {"executor": "aot_eager", "solver": "greedy"}  # `front` is that of greedy
 MIB = 2**20
 FRONT = Front(
@@ -177,7 +176,6 @@ def test_pareto_where_nothing_was_planned() -> None:
 
 # --- chrome trace -------------------------------------------------------------------------
 
-
 Event = dict[str, Any]
 every_report = pytest.mark.parametrize("make", [planned, counted, moving])
 
@@ -259,7 +257,6 @@ def test_an_explanation_has_all_its_graphs(tmp_path: Path) -> None:
 
 
 # --- snapshot -----------------------------------------------------------------------------
-
 
 READ_BY_THE_VIEWER = {
     "PROTO", "FRAME", "STOP", "MARK", "MEMOIZE", "BINGET", "LONG_BINGET", "BINPUT", "LONG_BINPUT",

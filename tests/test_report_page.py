@@ -181,7 +181,6 @@ def test_copies_are_known_as_copies() -> None:
 
 # --- files --------------------------------------------------------------------------------
 
-
 EAGER = {"executor": "aot_eager"}
 FILES = [
     "graph_0.html",

@@ -122,7 +122,6 @@ def test_steps_with_an_optimizer_stay_within_the_budget() -> None:
 
 # --- enforced -----------------------------------------------------------------------------
 
-
 GPU, TOTAL = torch.device("cuda", 0), 80 * GIB
 
 

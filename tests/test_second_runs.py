@@ -158,7 +158,6 @@ def test_kernels_of_others_need_no_more_than_those_of_torch(
 
 # --- repeatable ---------------------------------------------------------------------------
 
-
 NAME = "fxremat_tests::triple"
 
 

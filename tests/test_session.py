@@ -128,7 +128,6 @@ def test_planning_apart_leaves_no_trace_and_reset_forgets() -> None:
 
 # --- request ------------------------------------------------------------------------------
 
-
 GPU = torch.device("cuda", 0)
 TOTAL, CACHE = 80 * GIB, 1000
 Card = Callable[..., None]
@@ -312,7 +311,6 @@ def test_tensors_of_another_device_are_no_inputs_here(monkeypatch: pytest.Monkey
 
 # --- answers ------------------------------------------------------------------------------
 
-
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
@@ -386,7 +384,6 @@ def test_several_writers_at_once(tmp_path: Path) -> None:
 
 
 # --- explanation --------------------------------------------------------------------------
-
 
 EAGER = {"executor": "aot_eager"}
 RAN: list[torch.Size] = []

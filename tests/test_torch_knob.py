@@ -20,20 +20,9 @@ from fxremat.compat.joint_graph import user_tag
 from fxremat.passes.halves import RECOMPUTED
 from fxremat.passes.joint_graph import Role, is_view, read_joint_graph, root
 from fxremat.passes.user_tags import protect_mutated_inputs
-from tests import nets
+from tests import graphs, nets
 from tests.conftest import Golden
 from tests.end_to_end import measured
-from tests.graphs import (
-    Capture,
-    Net,
-    assert_plan_changes_nothing,
-    batch,
-    calls,
-    capture,
-    everything_again,
-    linear,
-    mlp,
-)
 
 LAYERS, WIDTH, HIDDEN, TOKENS = 4, 32, 96, 1024
 
@@ -53,13 +42,13 @@ def blocks() -> nn.Module:
         added: Tensor = net.down(F.silu(net.gate(y)) * net.up(y))
         return x + added
 
-    def made() -> Net:
+    def made() -> graphs.Net:
         gate, up = (nn.Linear(WIDTH, HIDDEN, bias=False) for _ in range(2))
         down = nn.Linear(HIDDEN, WIDTH, bias=False)
-        return Net(block, norm=nn.RMSNorm(WIDTH), gate=gate, up=up, down=down)
+        return graphs.Net(block, norm=nn.RMSNorm(WIDTH), gate=gate, up=up, down=down)
 
     parts = nn.Sequential(*(made() for _ in range(LAYERS)))
-    return Net(lambda net, x: net.blocks(x).square().mean(), blocks=parts)
+    return graphs.Net(lambda net, x: net.blocks(x).square().mean(), blocks=parts)
 
 
 class Scaled(nn.Module):
@@ -141,16 +130,15 @@ def test_gradients_through_dropout_are_right_within_a_budget() -> None:
 
 # --- user tags ----------------------------------------------------------------------------
 
-
 ATEN = torch.ops.aten
 
 
-def saved(seen: Capture) -> set[str]:
+def saved(seen: graphs.Capture) -> set[str]:
     """Names of what the forward saves, inputs of the graph aside."""
     return {n.name for n in seen.rewritten.saved if n.op != "placeholder"}
 
 
-def tagged(seen: Capture, tag: str) -> set[str]:
+def tagged(seen: graphs.Capture, tag: str) -> set[str]:
     """Names of the nodes of the forward with a policy, views aside."""
     return {
         n.name
@@ -160,15 +148,15 @@ def tagged(seen: Capture, tag: str) -> set[str]:
 
 
 def test_backward_of_a_block_that_must_be_recomputed(golden: Golden) -> None:
-    model = nets.checkpointed(mlp(8, 1), nets.save_nothing)
-    golden(capture(model, [batch(4, 8)]).backward.code.strip())
+    model = nets.checkpointed(graphs.mlp(8, 1), nets.save_nothing)
+    golden(graphs.capture(model, [graphs.batch(4, 8)]).backward.code.strip())
 
 
 def test_plain_checkpoint_leaves_the_choice_to_the_planner() -> None:
     """Its tag is a preference: with room for all, nothing is run again; else anything may be."""
     kept = nets.traced("checkpoint")
     assert {"gelu", "addmm_1"} <= saved(kept)
-    again = capture(*nets.make("checkpoint"), everything_again)
+    again = graphs.capture(*nets.make("checkpoint"), graphs.everything_again)
     assert not saved(again) & {"gelu", "addmm_1"}
 
 
@@ -187,7 +175,7 @@ def test_must_recompute_is_not_saved_but_copied_for_the_backward(name: str) -> N
 
 @pytest.mark.parametrize("name", ["save addmms", "save everything"])
 def test_must_save_is_never_copied(name: str) -> None:
-    seen = capture(*nets.make(name), everything_again)
+    seen = graphs.capture(*nets.make(name), graphs.everything_again)
     told = tagged(seen, "MUST_SAVE")
     assert told
     names = {n.name.split(RECOMPUTED)[0]
@@ -202,8 +190,8 @@ def test_calls_with_several_results_under_must_recompute() -> None:
     seen = nets.traced("save nothing")
     forward, backward = seen.forward.graph, seen.backward.graph
     for target, again in ((ATEN.native_dropout, 0), (ATEN.native_layer_norm, 1)):
-        assert [len(calls(graph, target)) for graph in (forward, backward)] == [1, again]
-    for call in calls(seen.joint.module.graph, ATEN.native_dropout):
+        assert [len(graphs.calls(graph, target)) for graph in (forward, backward)] == [1, again]
+    for call in graphs.calls(seen.joint.module.graph, ATEN.native_dropout):
         indices = [user.args[1] for user in call.users]
         assert len(indices) == len(set(indices))  # else its storage would be two values
 
@@ -221,10 +209,12 @@ def test_each_policy_holds_for_ops_of_torch_and_of_others(
     policy: CheckpointPolicy, saved_with_room: bool, saved_without: bool
 ) -> None:
     """A must is obeyed whatever the budget is; a preference leaves the choice to the planner."""
-    middle = nn.Sequential(linear(), Net(lambda _, x: nets.triple(x)), nn.GELU(), nn.Sigmoid())
+    middle = nn.Sequential(
+        graphs.linear(), graphs.Net(lambda _, x: nets.triple(x)), nn.GELU(), nn.Sigmoid()
+    )
     model = nets.checkpointed(middle, lambda *_, **__: policy)
-    with_room = capture(model, [batch(4, 8)])
-    without = capture(model, [batch(4, 8)], everything_again)
+    with_room = graphs.capture(model, [graphs.batch(4, 8)])
+    without = graphs.capture(model, [graphs.batch(4, 8)], graphs.everything_again)
     for seen, expected in ((with_room, saved_with_room), (without, saved_without)):
         for name in ("triple", "sigmoid"):
             assert (name in saved(seen)) is expected, name
@@ -233,19 +223,19 @@ def test_each_policy_holds_for_ops_of_torch_and_of_others(
 @pytest.mark.parametrize("layers", [2, 15])
 def test_deep_blocks_that_must_be_recomputed(layers: int) -> None:
     model = nets.checkpointed(
-        nn.Sequential(*(nn.Tanh() for _ in range(layers)), linear()), nets.save_nothing
+        nn.Sequential(*(nn.Tanh() for _ in range(layers)), graphs.linear()), nets.save_nothing
     )
-    seen = assert_plan_changes_nothing(model, [batch(4, 8)])
+    seen = graphs.assert_plan_changes_nothing(model, [graphs.batch(4, 8)])
     assert sum("tanh" in name for name in saved(seen)) == 0
 
 
 # --- inputs that are overwritten ----------------------------------------------------------
 
 
-def without_clone(seen: Capture) -> Any:
+def without_clone(seen: graphs.Capture) -> Any:
     """A traced graph in which the backward reads the overwritten buffer itself."""
     graph = seen.joint.module.graph
-    for clone in calls(graph, ATEN.clone):
+    for clone in graphs.calls(graph, ATEN.clone):
         clone.replace_all_uses_with(clone.all_input_nodes[0])
         graph.erase_node(clone)
     return read_joint_graph(seen.joint.module, seen.joint.num_forward_outputs)
@@ -253,12 +243,12 @@ def without_clone(seen: Capture) -> Any:
 
 @pytest.mark.parametrize("fused", [False, True], ids=["eager", "inductor"])
 def test_the_backward_reads_a_clone_of_what_the_step_overwrites(fused: bool) -> None:
-    seen = capture(*nets.make("old buffer"), fused=fused)
+    seen = graphs.capture(*nets.make("old buffer"), fused=fused)
     joint = without_clone(seen)
     assert protect_mutated_inputs(joint)
     joint.module.graph.lint()
     joint = read_joint_graph(joint.module, joint.num_forward_outputs)
-    (clone,) = calls(joint.module.graph, ATEN.clone)
+    (clone,) = graphs.calls(joint.module.graph, ATEN.clone)
     assert joint.role[clone] is Role.FORWARD
     for node in joint.module.graph.nodes:
         if joint.role[node] is not Role.FORWARD and node.op != "output":
@@ -267,7 +257,7 @@ def test_the_backward_reads_a_clone_of_what_the_step_overwrites(fused: bool) -> 
 
 def test_a_clone_stays_in_the_forward_even_if_only_the_backward_reads_it() -> None:
     """Else it would be made after the buffer has been overwritten."""
-    joint = without_clone(capture(*nets.make("old buffer")))
+    joint = without_clone(graphs.capture(*nets.make("old buffer")))
     (source,) = joint.mutated
     for user in list(source.users):
         if joint.role[user] is Role.FORWARD and "copy_" not in user.name:
@@ -275,5 +265,5 @@ def test_a_clone_stays_in_the_forward_even_if_only_the_backward_reads_it() -> No
     joint = read_joint_graph(joint.module, joint.num_forward_outputs)
     assert protect_mutated_inputs(joint)
     joint = read_joint_graph(joint.module, joint.num_forward_outputs)
-    (clone,) = calls(joint.module.graph, ATEN.clone)
+    (clone,) = graphs.calls(joint.module.graph, ATEN.clone)
     assert joint.role[clone] is Role.FORWARD

@@ -218,7 +218,6 @@ def test_only_what_the_graph_writes_is_copied_before_a_run() -> None:
 
 # --- loss only ----------------------------------------------------------------------------
 
-
 MANY_WORDS = 4000
 
 

@@ -273,7 +273,6 @@ def test_what_the_forward_writes_is_another_value_to_the_backward(write_first: b
 
 # --- gradients that are given away --------------------------------------------------------
 
-
 CPU = torch.device("cpu")
 
 
