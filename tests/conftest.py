@@ -203,6 +203,21 @@ def fresh_budgets() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+@pytest.fixture(scope="module")
+def stack() -> Iterator[Any]:
+    """A small model that has run once, for steps in an arena."""
+    from fxremat.step import scope
+    from tests.placing import Small
+    from tests.small import Stack
+
+    torch._dynamo.reset()
+    scope.forget()
+    made = Small(Stack, 16, 32)
+    made.step()
+    yield made
+    torch._dynamo.reset()
+
+
 @pytest.fixture
 def only_rank(tmp_path: Path) -> Iterator[None]:
     """This process is the only rank of a job."""

@@ -251,6 +251,12 @@ class Small:
         made: torch.Tensor = loss.detach()
         return made
 
+    def restore(self, weights: list[torch.Tensor]) -> None:
+        """The parameters as they were."""
+        with torch.no_grad():
+            for one, value in zip(self.weights, weights, strict=True):
+                one.copy_(value)
+
     def gradients(self) -> list[torch.Tensor]:
         """Those of the parameters as they are."""
         return [p.grad for p in self.weights if p.grad is not None]

@@ -15,9 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fxremat.step import scope
 from tests.placing import Small, trial
-from tests.small import Stack
 
 
 class Random(nn.Module):
@@ -55,9 +53,7 @@ class Loop:
         self.seen: list[Tensor] = []
         self.count = 0
         small.model.zero_grad(set_to_none=True)
-        with torch.no_grad():
-            for one, value in zip(small.weights, before, strict=True):
-                one.copy_(value)
+        small.restore(before)
 
     def forward(self) -> None:
         self.count += 1
@@ -131,12 +127,10 @@ DEEDS = [name for name in vars(Loop) if name not in ("__init__", "outcome") and 
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    scope.forget()
+def _fresh(stack: Small) -> Iterator[None]:
+    """Nothing else was compiled before, and nothing is left."""
     yield
     compiled.cache_clear()
-    torch._dynamo.reset()
 
 
 def run(small: Small, before: list[Tensor], deeds: list[str]) -> list[Tensor]:
@@ -164,13 +158,6 @@ def test_loops(reuse: bool, shape: tuple[int, int, bool], deeds: list[str]) -> N
             assert len(given) == len(expected)
             assert all(map(torch.equal, expected, given))
         small.model.zero_grad(set_to_none=True)
-
-
-@pytest.fixture(scope="module")
-def stack() -> Small:
-    made = Small(Stack, 16, 32)
-    made.step()
-    return made
 
 
 def test_threads(stack: Small) -> None:
