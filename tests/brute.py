@@ -76,7 +76,7 @@ def _subsets(items: frozenset[str]) -> list[frozenset[str]]:
 
 def least_peak(problem: Problem) -> int:
     """The least peak of any schedule, by bisection over budgets."""
-    low, high = 0, replay(problem, problem.base_steps()).peak_bytes
+    low, high = 0, store_all_peak(problem)
     while low < high:
         middle = (low + high) // 2
         if least_time(problem, middle) is None:
@@ -98,10 +98,14 @@ def plain(problem: Problem) -> Problem:
     return replace(problem, ops=tuple(ops))
 
 
+def store_all_peak(problem: Problem) -> int:
+    """The bytes that the base order takes."""
+    return replay(problem, problem.base_steps()).peak_bytes
+
+
 def budget_between(problem: Problem, percent: int) -> int:
     """A budget from the bound on the least peak (0) to the peak of store-all (100)."""
-    low = peak_bound(build_model(problem))
-    high = replay(problem, problem.base_steps()).peak_bytes
+    low, high = peak_bound(build_model(problem)), store_all_peak(problem)
     return low + (high - low) * percent // 100
 
 

@@ -274,6 +274,7 @@ def test_cap_on_host_memory() -> None:
 
 
 def test_state_dicts_and_resumed_training() -> None:
+    """Saved by a model with weights on the host, resumed by one like it and by a plain one."""
     plain = language()
     expected = training(plain, loss_of(plain), steps=2)
     model = moved(language())
@@ -281,19 +282,17 @@ def test_state_dicts_and_resumed_training() -> None:
     assert equal(training(model, loss_of(model), 2, optimizer), expected)
     file = io.BytesIO()
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
-    file.seek(0)
-    saved = torch.load(file)
-    assert list(saved["model"]) == list(plain.state_dict())
-
-    resumed = moved(Language())
-    again = torch.optim.AdamW(resumed.parameters(), lr=0.01)
-    resumed.load_state_dict(saved["model"])
-    again.load_state_dict(saved["optimizer"])
-    assert len(in_host_memory(resumed)) == len(list(resumed.parameters()))
-    ours = training(resumed, loss_of(resumed), 2, again)
-    assert equal(ours, training(model, loss_of(model), 2, optimizer))
-    plain.load_state_dict(model.state_dict())
-    assert equal(list(plain.parameters()), list(model.parameters()))
+    expected = training(model, loss_of(model), 2, optimizer)
+    for resumed in (moved(Language()), Language()):
+        file.seek(0)
+        saved = torch.load(file)
+        assert list(saved["model"]) == list(plain.state_dict())
+        is_moved = len(in_host_memory(resumed))
+        again = torch.optim.AdamW(resumed.parameters(), lr=0.01)
+        resumed.load_state_dict(saved["model"])
+        again.load_state_dict(saved["optimizer"])
+        assert len(in_host_memory(resumed)) == is_moved
+        assert equal(training(resumed, loss_of(resumed), 2, again), expected)
 
 
 def test_parameters_given_later_move_too() -> None:

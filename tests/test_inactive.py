@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fxremat
 from fxremat import inactive
-from fxremat.compat.dynamo import frames_given_up, modules_compiled_by, options_given_to
+from fxremat.compat.dynamo import frames_given_up
 from fxremat.sizes import MIB
 from tests.end_to_end import measured, step
 from tests.graphs import Net
@@ -204,21 +204,6 @@ def test_whether_a_budget_was_asked_for_is_looked_up_once(
     train(model, torch.compile(model, backend="eager"), torch.randn(4, 16), steps=5)
     assert len(looked) == 1
     assert said(told) == []
-
-
-def test_modules_and_options_of_a_backend() -> None:
-    from fxremat.backend import fxremat as backend
-
-    wrapped, in_place = nn.Linear(2, 2), Block(16)
-    call = torch.compile(wrapped, backend="fxremat", options={"memory_budget": "1GiB"})
-    in_place.compile(backend="fxremat")
-    other: Any = torch.compile(nn.Linear(2, 2), backend="eager")
-    found = {id(module): dict(given) for module, given in modules_compiled_by(backend)}
-    assert found[id(wrapped)] == {"memory_budget": "1GiB"}
-    assert found[id(in_place)] == {}
-    assert id(other._orig_mod) not in found
-    assert {"memory_budget": "1GiB"} in [dict(one) for one in options_given_to(backend)]
-    assert call is not None
 
 
 def checkpointed(net: Any, x: Tensor) -> Any:

@@ -23,14 +23,13 @@ from fxremat.core.problem import Problem
 from fxremat.core.timeline import replay
 from fxremat.errors import VerificationFailed
 from fxremat.memory.allocator_settings import AllocatorSettings
-from fxremat.memory.measured_peak import measure_peak
 from fxremat.options import parse_options
 from fxremat.passes.memory_estimation import TANGENTS
 from fxremat.passes.offload import MOVED
 from fxremat.planner.moves.transfers import Fetch, Item, place
 from fxremat.runtime import host_copy
 from fxremat.verify.data_flow import check_data_flow, check_waits
-from tests import nets
+from tests import end_to_end, nets
 from tests.examples import examples
 from tests.graphs import (
     Capture,
@@ -174,18 +173,12 @@ def test_the_wrong_value_from_the_host_is_found() -> None:
 class Step:
     """A model compiled with a budget, and its training step."""
 
-    def __init__(self, model: nn.Module, inputs: Any, **options: Any) -> None:
-        self.model, self.inputs = copy.deepcopy(model), inputs
+    def __init__(self, model: nn.Module, x: torch.Tensor, **options: Any) -> None:
+        self.model, self.x = copy.deepcopy(model), x
         self.run_model = torch.compile(self.model, backend="fxremat", options=options)
 
     def __call__(self) -> None:
-        self.model.zero_grad(set_to_none=True)
-        self.run_model(self.inputs).backward()
-
-    def peak_bytes(self) -> int:
-        self()
-        self.model.zero_grad(set_to_none=True)
-        return measure_peak(self, held=(self.model, self.inputs)).peak_bytes
+        end_to_end.step(self.model, self.run_model, (self.x,))
 
 
 def offloading(model: nn.Module, x: Any, fraction: float, executor: str, **options: Any) -> Step:
@@ -210,7 +203,7 @@ def test_a_budget_with_offload_is_obeyed_and_predicted_to_the_byte(executor: str
     found, expected = ([p.grad for p in one.parameters()] for one in (step.model, plain))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
     report = fxremat.reports()[-1]
-    peak = step.peak_bytes()
+    peak = end_to_end.measured(step.model, step.run_model, (x,))
     assert report.moved
     assert peak == report.predicted_peak_bytes
     assert report.budget_bytes is not None
@@ -224,17 +217,6 @@ def test_the_host_memory_budget_is_obeyed() -> None:
     model, x = seeded(lambda: Stack(2), 512, 32)
     step = offloading(model, x, 0.8, "aot_eager", host_memory_budget="100kB")
     assert host_peak_of(step) <= 100_000
-
-
-def test_without_bandwidth_the_plan_is_the_one_without() -> None:
-    model, x = seeded(lambda: Stack(2), 512, 32)
-    full = fxremat.explain(model, x, options={"executor": "aot_eager"}).store_all_peak_bytes
-    budget = full * 8 // 10
-    common = {"executor": "aot_eager", "memory_budget": f"{budget}B", "solver": "greedy"}
-    Step(model, x, **common)()
-    Step(model, x, **common, offload=True, host_bandwidth=0)()
-    plain, other = fxremat.reports()[-2:]
-    assert plain.plan.steps == other.plan.steps
 
 
 @pytest.mark.parametrize("what", ["activations", "weights", "a budget", "the CPU"])

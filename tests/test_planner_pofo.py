@@ -32,7 +32,7 @@ def net(layers: int, rate: float = 10.0, time_us: float = 10.0) -> Problem:
 
 def part_of(problem: Problem, part: float) -> int:
     """A part of the bytes that store-all needs."""
-    return int(part * replay(problem, problem.base_steps()).peak_bytes)
+    return int(part * brute.store_all_peak(problem))
 
 
 solved = partial(brute.solved, solver="pofo")

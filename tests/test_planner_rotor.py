@@ -33,14 +33,11 @@ from fxremat.planner.published.rockmate import block_options, held_options, pare
 from fxremat.planner.published.rotor import Table
 from fxremat.planner.solvers import SolverOptions
 from tests import brute, chains
+from tests.brute import store_all_peak
 from tests.examples import examples
 from tests.strategies import problems
 
 OPTIONS = SolverOptions()
-
-
-def store_all_peak(problem: Problem) -> int:
-    return replay(problem, problem.base_steps()).peak_bytes
 
 
 @pytest.mark.parametrize(
@@ -178,40 +175,6 @@ def some_problems() -> st.SearchStrategy[Problem]:
     return st.one_of(
         problems(max_ops=8), chains.chains(), st.just(chains.blocks(3)), st.just(chains.skipping())
     )
-
-
-def reaches(model: IndexedProblem) -> list[set[int]]:
-    """The ops that each op needs, by way of others or not."""
-    needs: list[set[int]] = []
-    for reads in model.reads:
-        direct = {model.writer[value] for value in reads} - {-1}
-        needs.append(direct.union(*(needs[op] for op in direct)))
-    return needs
-
-
-@examples(60)
-@given(st.data())
-def test_clusters_are_convex_and_know_what_crosses(data: st.DataObject) -> None:
-    model = build_model(data.draw(some_problems()))
-    parts = decompose(model, data.draw(st.integers(1, 6)))
-    whose = {op: c for c, its in enumerate(parts) for op in its.ops}
-    assert sorted(whose) == list(range(model.n))
-    needs = reaches(model)
-    for cluster in parts:
-        for part in (cluster.forward, cluster.backward):
-            between = {op for last in part for op in needs[last]}
-            assert not any(set(part) & needs[op] for op in between - set(part))
-    for value, writer in enumerate(model.writer):
-        users = {whose[op] for op, reads in enumerate(model.reads) if value in reads}
-        users |= {whose[writer]} if writer >= 0 else set()
-        local = [c for c, its in enumerate(parts) if value in its.local]
-        if local:
-            assert users == set(local)
-        makes = [c for c, its in enumerate(parts) if value in its.makes]
-        if model.evictable(value) and writer < parts[-1].forward.stop and len(users) > 1:
-            assert makes == [whose[writer]]
-        else:
-            assert not makes
 
 
 def level_of(model: IndexedProblem, count: int) -> Level:

@@ -25,7 +25,7 @@ from fxremat.planner.local.stage_schedule import StageSchedule, steps_of
 from fxremat.planner.published import rotor
 from fxremat.planner.published.chain import NotAChain
 from tests import brute
-from tests.brute import fits, least_time, plain
+from tests.brute import fits, least_time, plain, store_all_peak
 from tests.chains import blocks, chains, growing_chain, homogeneous, phased_chain, skipping
 from tests.examples import examples
 from tests.strategies import problems
@@ -35,10 +35,6 @@ THERE = [name for name in SOLVERS if name != "moccasin" or find_spec("ortools")]
 CHAINS_ONLY = ("pofo", "rotor", "rockmate")
 OPTIMAL_ON_CHAINS = ("moments", "checkmate")
 SHARE = 1e-9
-
-
-def store_all_peak(problem: Problem) -> int:
-    return replay(problem, problem.base_steps()).peak_bytes
 
 
 def is_chain(problem: Problem) -> bool:
@@ -67,6 +63,11 @@ def plan_or_refusal(problem: Problem, budget: int, name: str) -> bool:
         assert plan.time_bound_us is None or plan.time_bound_us <= best[0] * (1 + SHARE)
     if best is not None and plan.peak_bound_bytes is not None:
         assert plan.peak_bound_bytes <= budget
+    if name == "moments":  # what fits is found, and bounds are always named
+        assert (plan.peak_bytes <= budget) == (best is not None)
+        assert plan.time_bound_us is not None
+        assert plan.peak_bound_bytes is not None
+        assert best is not None or plan.peak_bound_bytes <= plan.peak_bytes
     return True
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -13,7 +12,6 @@ from hypothesis import strategies as st
 from fxremat.core.check import check
 from fxremat.core.constants import ROUNDS
 from fxremat.core.problem import Change, Op, Problem, Value, Variant, validate
-from fxremat.core.timeline import replay
 from fxremat.core.variants import exclude, take
 from fxremat.planner import SOLVERS, solve
 from fxremat.planner.deadline import Deadline
@@ -23,11 +21,10 @@ from fxremat.planner.local.stage_schedule import StageSchedule, steps_of
 from fxremat.planner.milp import moments
 from fxremat.planner.milp.highs import Milp
 from fxremat.planner.milp.relaxation import Relaxation, extra_runs_for
-from fxremat.planner.plan_cache import PlanQuestion
 from fxremat.planner.solvers import Progress, SolverOptions
 from fxremat.planner.variants.all_variants import combine
 from fxremat.planner.variants.choice_milp import ChoiceMilp
-from tests.brute import least_time
+from tests.brute import least_time, store_all_peak
 from tests.chains import LOSS_PROBLEM, growing_chain
 from tests.examples import examples
 from tests.strategies import problems, problems_with_variants
@@ -118,15 +115,6 @@ def test_no_plan_is_better_than_what_the_choice_proves(problem: Problem) -> None
         assert solution.values is not None
         time_us = plain.base_time_us + solution.bound / choice.per_us
         assert time_us <= plan.time_us + 1e-6 * plain.base_time_us
-
-
-def test_the_plan_comes_back_from_the_cache_with_its_variants(tmp_path: Path) -> None:
-    question = PlanQuestion(LOSS_PROBLEM, 400, "greedy", NO_LIMIT)
-    plan, known = question.answer(tmp_path)
-    again, known_again = question.answer(tmp_path)
-    assert (known, known_again) == (False, True)
-    assert again.variants == plan.variants == ("chunks",)
-    assert again.steps == plan.steps
 
 
 @examples(40)
@@ -228,8 +216,7 @@ def relaxation(problem: Problem, budget: int, *stages: int) -> Relaxation:
 def test_no_schedule_within_the_budget_is_faster_than_the_bound(
     problem: Problem, data: st.DataObject
 ) -> None:
-    full = replay(problem, problem.base_steps()).peak_bytes
-    budget = data.draw(st.integers(0, full))
+    budget = data.draw(st.integers(0, store_all_peak(problem)))
     count = len(problem.ops)
     stages = data.draw(st.sets(st.integers(0, count - 1), min_size=1, max_size=count))
     found = relaxation(problem, budget, *stages)
@@ -299,29 +286,11 @@ def test_whatever_is_held_the_schedule_is_possible(problem: Problem, data: st.Da
     assert check(problem, steps).ok
 
 
-@examples(40)
-@given(problems(max_ops=6), st.data())
-def test_plans_are_possible_and_bounds_hold(problem: Problem, data: st.DataObject) -> None:
-    full = replay(problem, problem.base_steps()).peak_bytes
-    budget = data.draw(st.integers(0, full))
-    plan = moments.solve(problem, budget, NO_LIMIT)
-    best = least_time(problem, budget)
-    assert check(problem, plan.steps).ok
-    assert (plan.peak_bytes <= budget) == (best is not None)
-    assert plan.time_bound_us is not None
-    assert plan.peak_bound_bytes is not None
-    if best is None:
-        assert plan.peak_bound_bytes <= plan.peak_bytes
-    else:
-        assert plan.time_us >= best[0] * (1 - 1e-9)
-        assert plan.time_bound_us <= best[0] * (1 + 1e-9)
-
-
 @pytest.mark.parametrize("percent", [70, 45, 33])
 def test_a_plan_near_enough_to_its_bound_is_not_worked_on(percent: int) -> None:
     """It ends as soon as the gap is reached, which takes no more rounds than to close it."""
     problem = growing_chain(12)
-    budget = replay(problem, problem.base_steps()).peak_bytes * percent // 100
+    budget = store_all_peak(problem) * percent // 100
     rounds = []
     for gap in (0.0, 0.2):
         told: list[Progress] = []
