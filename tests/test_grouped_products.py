@@ -21,7 +21,7 @@ from fxremat.cost.roofline import flops_of
 from fxremat.runtime import grouped_products
 from fxremat.runtime.grouped_products import grouped_outer, trace_experts
 from tests.end_to_end import compiled_by_fxremat, measured, step
-from tests.graphs import calls, capture
+from tests.graphs import Net, calls, capture
 from tests.single_calls import ATEN, call
 
 HOST = torch.device("cpu")
@@ -130,16 +130,13 @@ class Mixture(nn.Module):
         return x + outside
 
 
-class Mixtures(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Mixture() for _ in range(4))
-
-    def forward(self, x: Tensor, offs: Tensor) -> Tensor:
-        for block in self.blocks:
+def mixtures() -> Net:
+    def forward(net: Any, x: Tensor, offs: Tensor) -> Any:
+        for block in net.blocks:
             x = block(x, offs)
-        loss: Tensor = x.square().mean()
-        return loss
+        return x.square().mean()
+
+    return Net(forward, blocks=nn.ModuleList(Mixture() for _ in range(4)))
 
 
 def in_float64(model: nn.Module, x: Tensor, offs: Tensor) -> list[Tensor]:
@@ -160,7 +157,7 @@ def in_float64(model: nn.Module, x: Tensor, offs: Tensor) -> list[Tensor]:
 @pytest.mark.usefixtures("experts")
 def test_layers_of_experts_are_one_graph_within_a_budget() -> None:
     torch.manual_seed(0)
-    model, x = Mixtures(), torch.randn(ROWS, WIDTH)
+    model, x = mixtures(), torch.randn(ROWS, WIDTH)
     inputs = x, torch.tensor([10, 10, 40, ROWS], dtype=torch.int32)
     plain = measured(model, torch.compile(model, backend="inductor"), inputs)
     torch._dynamo.reset()
@@ -176,7 +173,7 @@ def test_layers_of_experts_are_one_graph_within_a_budget() -> None:
 
 @pytest.mark.usefixtures("experts")
 def test_frozen_experts_have_no_product_for_their_gradient() -> None:
-    model = Mixtures().requires_grad_(False)
+    model = mixtures().requires_grad_(False)
     x = torch.randn(ROWS, WIDTH, requires_grad=True)
     offs = torch.tensor([10, 10, 40, ROWS], dtype=torch.int32)
     graph = capture(model, (x, offs)).joint.module.graph

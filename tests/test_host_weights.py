@@ -15,12 +15,10 @@ from typing import Any, cast
 
 import pytest
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 import fxremat
 from fxremat import runtime
-from fxremat.compat.compilers import compile_with_aot_eager
-from fxremat.compat.joint_graph import torch_partition
 from fxremat.errors import HostMemoryExceeded, InvalidOption
 from fxremat.memory.measured_peak import held_bytes, measure_peak
 from fxremat.runtime import is_host
@@ -44,6 +42,7 @@ from tests.host_weights import (
     perceptron,
     training,
 )
+from tests.prepared import as_given
 from tests.small import Stack, seeded, train
 
 # --- what reading gives -------------------------------------------------------------------
@@ -130,23 +129,9 @@ def test_classes_look_the_same() -> None:
 # --- graphs -------------------------------------------------------------------------------
 
 
-def joint_graph(model: nn.Module, x: Tensor) -> fx.Graph:
-    found: list[fx.Graph] = []
-
-    def partition(module: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
-        found.append(copy.deepcopy(module.graph))
-        return torch_partition(module, inputs, **kwargs)
-
-    def backend(gm: fx.GraphModule, inputs: Any) -> Any:
-        return compile_with_aot_eager(gm, inputs, partition)
-
-    torch.compile(model, backend=backend, fullgraph=True)(x).sum().backward()
-    return found[0]
-
-
 def test_the_joint_graph_fetches_what_it_reads_and_puts_gradients() -> None:
     model = moved(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2, bias=False)))
-    graph = joint_graph(model, torch.randn(3, 4))
+    graph = as_given(model, [torch.randn(3, 4)]).module.graph
     fetched: list[Any] = calls(graph, torch.ops.fxremat.fetch)
     putting = calls(graph, torch.ops.fxremat.put)
     read = [(node.args[0].name, node.args[1]) for node in fetched]

@@ -79,24 +79,14 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("node", VIEWS.values(), ids=VIEWS)
-def test_views(node: fx.Node) -> None:
-    assert is_view(node)
-    assert root(node).op == "placeholder"
-
-
-@pytest.mark.parametrize("node", OTHERS.values(), ids=OTHERS)
-def test_no_views(node: fx.Node) -> None:
-    assert not is_view(node)
-    assert root(node) is node
-
-
-def test_one_result_or_several() -> None:
-    assert is_tensor(OTHERS["clone"])
-    assert not is_multi_output(OTHERS["clone"])
-    assert is_multi_output(OTHERS["var_mean"])
-    assert not is_tensor(OTHERS["var_mean"])
-    assert [name for name, node in OTHERS.items() if is_mutating(node)] == ["copy_"]
+@pytest.mark.parametrize("name", [*VIEWS, *OTHERS])
+def test_views_and_others(name: str) -> None:
+    node = {**VIEWS, **OTHERS}[name]
+    assert is_view(node) == (name in VIEWS)
+    assert (root(node).op == "placeholder") if name in VIEWS else (root(node) is node)
+    assert is_mutating(node) == (name == "copy_")
+    assert is_multi_output(node) == (name in ("var_mean", "split"))
+    assert is_tensor(node) == (not is_multi_output(node))
 
 
 RANDOM = {

@@ -92,17 +92,14 @@ def test_plan_and_code_in_the_logs_and_a_trace(tmp_path: Path) -> None:
         "graph 0, backward:",
     ]
     assert any("torch.ops.aten.gelu_backward" in line for line in code)
-    _look_at_trace(artifacts(tmp_path))
-
-
-def _look_at_trace(found: dict[str, str]) -> None:
+    found = artifacts(tmp_path)
     ours = {name: text for name, text in found.items() if name.startswith("fxremat_")}
     kinds = ("plan", "problem", "report", "timeline")
     assert sorted(ours) == [f"fxremat_graph_0_{kind}" for kind in kinds]
     assert ours["fxremat_graph_0_report"].startswith("fxremat: graph 0: ")
     problem = problem_from_json(json.loads(ours["fxremat_graph_0_problem"]))
-    plan: dict[str, Any] = json.loads(ours["fxremat_graph_0_plan"])
-    assert replay(problem, steps_from_json(plan)).peak_bytes == plan["peak_bytes"]
+    made: dict[str, Any] = json.loads(ours["fxremat_graph_0_plan"])
+    assert replay(problem, steps_from_json(made)).peak_bytes == made["peak_bytes"]
     assert json.loads(ours["fxremat_graph_0_timeline"])["traceEvents"]
 
 
@@ -228,6 +225,7 @@ ALLOCATOR = {
 
 
 def test_what_was_planned() -> None:
+    """For one graph, for several without a budget, and for none."""
     report = altered(
         planned(), budget_bytes=4 * GIB, predicted_peak_bytes=3 * GIB, count="allocated"
     )
@@ -240,17 +238,11 @@ def test_what_was_planned() -> None:
     assert found["fxremat/graphs"] == 1
     assert not any(name.startswith("memory/") for name in found)
     assert all(isinstance(value, (int, float)) for value in found.values())
-
-
-def test_several_graphs_without_a_budget() -> None:
-    graphs = [altered(planned(), budget_bytes=None), altered(moving(), budget_bytes=None)]
+    graphs = [altered(one, budget_bytes=None) for one in (planned(), moving())]
     found = fxremat.metrics(reports=graphs)
     assert found["fxremat/graphs"] == 2
     assert found["fxremat/saved(GiB)"] == sum(g.saved_bytes for g in graphs) / GIB
     assert not any("budget" in name for name in found)
-
-
-def test_nothing_was_compiled() -> None:
     torch._dynamo.reset()
     assert fxremat.metrics() == {}
 

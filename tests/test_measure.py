@@ -129,12 +129,9 @@ def test_held_bytes_of_a_device() -> None:
     assert held_bytes(tensors, device="cpu") == 40
 
 
-def test_held_bytes_of_a_function() -> None:
+def test_what_cannot_be_counted_or_measured() -> None:
     with pytest.raises(TypeError, match="cannot count the bytes of a function"):
         held_bytes(train)
-
-
-def test_unknown_device() -> None:
     with pytest.raises(ValueError, match="cannot measure on 'meta'"):
         measure_peak(steps, device="meta")
 
@@ -156,23 +153,17 @@ class Counters:
         return {f"allocated_bytes.all.{name}": n for name, n in vars(self).items()}
 
 
-@pytest.mark.parametrize(
-    ("peak", "sizes", "above"),
-    [
-        (1000, (500, 300, -800), 800),
-        (1000, (500, -500, 600, -600), 600),
-        (9000, (500, 300, -800), 800),
-        (9000, (500, -500, 600, -600), 1100),
-        (1700, (500, -500, 600, -600), 700),
-    ],
-    ids=[
-        "the peak is new",
-        "what was freed does not count",
-        "without a new peak all that was allocated counts",
-        "also what was freed",
-        "but no more than the old peak",
-    ],
-)
+CALLS: dict[str, tuple[int, tuple[int, ...], int]] = {
+    # the peak before, what is allocated and freed, and what is found
+    "the peak is new": (1000, (500, 300, -800), 800),
+    "what was freed does not count": (1000, (500, -500, 600, -600), 600),
+    "without a new peak all that was allocated counts": (9000, (500, 300, -800), 800),
+    "also what was freed": (9000, (500, -500, 600, -600), 1100),
+    "but no more than the old peak": (1700, (500, -500, 600, -600), 700),
+}
+
+
+@pytest.mark.parametrize(("peak", "sizes", "above"), CALLS.values(), ids=CALLS)
 def test_a_call_on_cuda_leaves_the_peak_statistics(
     monkeypatch: pytest.MonkeyPatch, peak: int, sizes: tuple[int, ...], above: int
 ) -> None:

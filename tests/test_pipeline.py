@@ -35,17 +35,9 @@ RANKS, WIDTH, MICRO_BATCHES = 2, 64, 4
 HOST = torch.device("cpu")
 
 
-class Part(nn.Module):
+def part_of(depth: int) -> nn.Sequential:
     """The blocks of one stage."""
-
-    def __init__(self, depth: int) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(depth))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
+    return nn.Sequential(*(Block(WIDTH) for _ in range(depth)))
 
 
 def loss_of(result: Tensor, target: Tensor) -> Tensor:
@@ -59,10 +51,9 @@ class Piped(Trained):
     def __init__(self, rank: int, schedule: Any, way: str, several: bool = False, **how: Any):
         torch.manual_seed(rank)
         count = 2 if several else 1
-        parts = [Part(4 // count) for _ in range(count)]
+        parts = [part_of(4 // count) for _ in range(count)]
         for part in parts:
-            compiled = part.blocks if way == "each block" else [part]
-            for module in compiled:
+            for module in part if way == "each block" else [part]:
                 module.compile(**how)
         stages = [
             pipelining.PipelineStage(part, rank + RANKS * k, RANKS * count, HOST)
@@ -128,11 +119,11 @@ class PipedShards(Piped):
         mesh = init_device_mesh("cpu", (2, RANKS), mesh_dim_names=("data", "stage"))
         number, data = mesh["stage"].get_local_rank(), mesh["data"]
         torch.manual_seed(number)
-        part = Part(4)
-        for module in (*part.blocks, part):
+        part = part_of(4)
+        for module in (*part, part):
             sharded: Any = fully_shard(module, mesh=data)
             sharded.set_force_sum_reduction_for_comms(True)  # for gloo
-        for block in part.blocks:
+        for block in part:
             block.compile(**how)
         group = mesh["stage"].get_group()
         stage = pipelining.PipelineStage(part, number, RANKS, HOST, group=group)

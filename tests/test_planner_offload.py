@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import product
 
 import pytest
 from hypothesis import given
@@ -80,17 +80,6 @@ def test_without_room_a_value_comes_back_late() -> None:
     line = place(problem, items, least)
     assert line.peak_bytes == least < full_peak(problem)
     assert line.timing.stall_us == 10.0
-
-
-def test_transfers_of_one_direction_queue() -> None:
-    problem = chain_with_copies(6, copies=Copies(5.0, 5.0))
-    line = place(problem, moved_away(problem, "x1", "x2", "x3"), 10**6)
-    out = [t for t in line.timing.transfers if t.kind == "to host"]
-    assert [t.value for t in out] == ["x1", "x2", "x3"]
-    assert all(a.end_us <= b.start_us for a, b in pairwise(out))
-    back = [t.value for t in line.timing.transfers if t.kind == "to device"]
-    assert back == ["x3", "x2", "x1"]
-    assert line.timing.stall_us == 0.0
 
 
 @pytest.mark.parametrize("solver", ["greedy", "auto", "moments", "checkmate_pruned", "hrockmate"])

@@ -190,14 +190,6 @@ def test_a_plan_of_another_problem_becomes_one_of_this(
         assert adapted.time_us <= plan.time_us * (1 + 1e-9)
 
 
-def test_steps_of_unknown_ops_are_left_out() -> None:
-    model = build_model(phased_chain(3))
-    names = model.names(range(model.n))
-    again = names[0]
-    steps = [*names[:3], "other", again, "another", *names[3:]]
-    assert greedy.extra_runs(model, steps) == [(0, 3)]
-
-
 @examples(8, suppress_health_check=list(HealthCheck))
 @given(problems() | problems(max_ops=6))
 def test_monotone_in_the_budget(problem: Problem) -> None:

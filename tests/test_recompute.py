@@ -331,13 +331,10 @@ def test_calling_a_pass_checks_its_contract_too() -> None:
     assert (changed.modified, changed.data) == (False, None)
 
 
-def test_sums_are_joined_before_gradients_are_given_up() -> None:
+def test_sums_are_joined_before_gradients_are_given_up_and_say_what_they_give() -> None:
     small = Small()
     small.graph.call_function(runtime.accumulated, (small.g, small.x, []))
     refused(GradientSums(), small.module(small.y, small.g), "requires")
-
-
-def test_sums_say_what_they_give() -> None:
     small = Small()
     del small.g.meta["val"]
     refused(GradientSums(), small.module(small.y, small.g), "ensures")

@@ -142,29 +142,26 @@ def test_graphs_together() -> None:
     assert both.store_all_peak_bytes == 10
 
 
-@pytest.fixture(scope="module")
-def explained() -> Any:
+def test_pareto_of_an_explanation() -> None:
+    """Also of one that is read from JSON."""
     model, x = seeded(lambda: Stack(2), 512, 32)
     full = fxremat.explain(model, x, options=EAGER).store_all_peak_bytes
     options = {**EAGER, "variants": "none", "memory_budget": full * 9 // 10}
-    return fxremat.explain(model, x, options=options)
-
-
-def test_pareto_of_an_explanation(explained: Any) -> None:
+    explained = fxremat.explain(model, x, options=options)
     front = explained.pareto()
     assert front.budget_bytes == explained.graphs[0].budget_bytes
     assert front.store_all_peak_bytes == explained.store_all_peak_bytes
     assert front.points[-1].peak_bytes == explained.minimum_peak_bytes
+    assert front.budget_bytes is not None
     chosen = front.within(front.budget_bytes)
+    assert chosen is not None
+    assert explained.plan is not None
     assert chosen.peak_bytes == explained.plan.peak_bytes
     assert chosen.time_overhead == pytest.approx(explained.time_overhead)
     assert "budget: " in front.picture()
-
-
-def test_a_report_read_from_json_has_the_same_front(explained: Any) -> None:
     again = from_data(Report, json.loads(json.dumps(to_data(explained.graphs[0]))))
     assert again == explained.graphs[0]
-    assert replace(explained, graphs=(again,)).pareto() == explained.pareto()
+    assert replace(explained, graphs=(again,)).pareto() == front
 
 
 def test_pareto_where_nothing_was_planned() -> None:

@@ -188,19 +188,13 @@ def graph_of(function: Callable[..., Any], *arguments: torch.Tensor) -> fx.Graph
     return module
 
 
-@contextmanager
-def inductor() -> Iterator[None]:
-    """Inductor keeps the order of the graph, and nothing on disk."""
-    with inductor_config.patch(reorder_for_peak_memory=False, force_disable_caches=True):
-        yield
-
-
 def run_interpreted(module: fx.GraphModule, *arguments: torch.Tensor) -> Any:
     return fx.Interpreter(module).run(*arguments)
 
 
 def run_inductor(module: fx.GraphModule, *arguments: torch.Tensor) -> Any:
-    with inductor():
+    """Inductor keeps the order of the graph, and nothing on disk."""
+    with inductor_config.patch(reorder_for_peak_memory=False, force_disable_caches=True):
         compiled: Any = compile_fx_inner(module, list(arguments))
     return compiled(list(arguments))
 

@@ -135,21 +135,26 @@ def test_code_inside_of_other_code_has_no_places() -> None:
     assert run.forward.arena.missed == 1
 
 
+SMALLER = [lambda: ask(8), lambda: empty_strided_cpu((4, 8), (8, 1), torch.float32)]
+OTHERS: list[Any] = [
+    lambda: ask(257),
+    lambda: ask(dtype=torch.int32),
+    lambda: ask(0),
+    lambda: empty_strided_cpu((256,), (2,), torch.float32),
+]
+
+
 @pytest.mark.parametrize(
-    "other",
-    [
-        lambda: ask(257),
-        lambda: ask(dtype=torch.int32),
-        lambda: ask(0),
-        lambda: empty_strided_cpu((256,), (2,), torch.float32),
-    ],
+    ("calls", "places", "differences"),
+    [(SMALLER, [0, 1], 0), *(([ask, other, ask], [0, None, 1], 1) for other in OTHERS)],
 )
-def test_what_is_not_as_planned_lies_elsewhere(other: Any) -> None:
+def test_what_is_not_as_planned_lies_elsewhere_unless_it_is_smaller(
+    calls: list[Any], places: list[int | None], differences: int
+) -> None:
     """And what was planned in the same bytes is asked for again by whoever comes later."""
     run = placed(half(0, 1, 1))
-    found = run_at(run.forward, lambda: [ask(), other(), ask()])
-    assert where(run, *found) == [0, None, 1]
-    assert run.forward.arena.differences == 1
+    assert where(run, *run_at(run.forward, lambda: [call() for call in calls])) == places
+    assert run.forward.arena.differences == differences
 
 
 def test_another_device_is_another_buffer() -> None:
@@ -162,13 +167,6 @@ def test_another_device_is_another_buffer() -> None:
     if not torch.cuda.is_available():
         run_at(run.forward, code)
         assert run.forward.arena.differences == 1
-
-
-def test_a_smaller_buffer_takes_the_place_of_a_larger() -> None:
-    run = placed(half(0, 1))
-    found = run_at(run.forward, lambda: [ask(8), empty_strided_cpu((4, 8), (8, 1), torch.float32)])
-    assert where(run, *found) == [0, 1]
-    assert run.forward.arena.differences == 0
 
 
 def test_what_is_held_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import pytest
@@ -13,12 +14,10 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fxremat
-from fxremat.compat.joint_graph import REPEATABLE, is_pure_attention, mark_repeatable
+from fxremat.compat.joint_graph import REPEATABLE, is_pure_attention
 from fxremat.cost import second_runs
-from fxremat.passes.joint_graph import is_repeatable
 from fxremat.sizes import MIB
 from fxremat.step import scope
-from fxremat.verify import predicates
 from tests import end_to_end, kernels
 from tests.graphs import Net
 from tests.nets import triple
@@ -30,38 +29,26 @@ QUICK: dict[str, Any] = {"executor": "aot_eager", "solver": "greedy", "variants"
 CPU = torch.device("cpu")
 
 
-def of_shape(x: Tensor) -> Tensor:
-    return torch.empty_like(x)
+NUMBERS = count()
+FUNCTIONS: dict[str, Callable[[Tensor], Any]] = {
+    "doubled": lambda x: 2 * x,
+    "tagged": lambda x: 2 * x,
+    "noisy": lambda x: x + torch.rand_like(x),
+    "counted": lambda x: x + next(NUMBERS),
+    # as FlashAttention gives a seed that it leaves as it is allocated if it draws nothing
+    "unwritten": lambda x: torch.empty(1 << 16, dtype=torch.int64),
+    "refusing": lambda x: x.item(),  # raises: made-up data have several elements
+}
 
 
-def doubled(x: Tensor) -> Tensor:
-    return 2 * x
+def declared(name: str, **settings: Any) -> Any:
+    """One of them as an operator."""
 
-
-def noisy(x: Tensor) -> Tensor:
-    return x + torch.rand_like(x)
-
-
-def counted(x: Tensor, calls: list[int] = [0]) -> Tensor:  # noqa: B006 (it is to remember)
-    calls[0] += 1
-    return x + calls[0]
-
-
-def unwritten(x: Tensor) -> Tensor:
-    """As FlashAttention gives a seed that it leaves as it is allocated if it draws nothing."""
-    return torch.empty(1 << 16, dtype=torch.int64)
-
-
-def refusing(x: Tensor) -> Tensor:
-    raise RuntimeError("not on made-up data")
-
-
-def declared(name: str, function: Callable[[Tensor], Tensor], **settings: Any) -> Any:
     def run(x: Tensor) -> Tensor:
-        return function(x)
+        return FUNCTIONS[name](x)  # type: ignore[no-any-return]
 
     made = torch.library.custom_op(f"fxremat_second::{name}", run, mutates_args=(), **settings)
-    made.register_fake(of_shape)
+    made.register_fake(torch.empty_like)
     return made._opoverload
 
 
@@ -79,14 +66,14 @@ def marked(target: Any) -> bool:
 
 def test_two_runs_decide(caplog: pytest.LogCaptureFixture) -> None:
     state = torch.get_rng_state()
-    assert marked(declared("doubled", doubled))
+    assert marked(declared("doubled"))
     torch.arange(1 << 20).add_(1)  # what memory that is allocated next may hold
-    assert marked(declared("unwritten", unwritten))
-    assert not marked(declared("noisy", noisy))
-    assert not marked(declared("counted", counted))
-    assert not marked(declared("tagged", doubled, tags=(torch.Tag.nondeterministic_seeded,)))
+    assert marked(declared("unwritten"))
+    assert not marked(declared("noisy"))
+    assert not marked(declared("counted"))
+    assert not marked(declared("tagged", tags=(torch.Tag.nondeterministic_seeded,)))
     assert not caplog.text
-    refused = declared("refusing", refusing)
+    refused = declared("refusing")
     assert not marked(refused)
     assert not marked(refused)
     assert caplog.text.count("'repeatable': ['fxremat_second::refusing']") == 1
@@ -182,18 +169,6 @@ def test_the_least_is_lower_where_they_may_run_again(monkeypatch: pytest.MonkeyP
     seen = least()
     monkeypatch.setattr(second_runs, "is_a_rank", lambda: True)
     assert least(repeatable=[NAME]) == seen < 0.9 * least()
-
-
-@pytest.mark.parametrize("names", [(NAME,), ()])
-def test_planner_and_verifier_agree(names: tuple[str, ...]) -> None:
-    graph = torch.fx.Graph()
-    source = graph.placeholder("x")
-    node = graph.call_function(torch.ops.fxremat_tests.triple.default, (source,))
-    source.meta["val"] = node.meta["val"] = torch.empty(2, device="meta")
-    mark_repeatable(graph, names)
-    assert is_repeatable(node, frozenset()) is bool(names)
-    assert predicates.is_repeatable(node, frozenset()) is bool(names)
-    assert not is_repeatable(node, frozenset({source}))
 
 
 @pytest.mark.parametrize("wrong", ["triple", ["a::b::c"], [3], 7])

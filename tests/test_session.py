@@ -250,27 +250,22 @@ def test_on_cuda_states_are_held_that_are_not_there_yet(
 
 
 @pytest.mark.parametrize(("count", "tuned"), [("allocated", 0), ("reserved", 2 * MIB)])
-def test_workspaces_of_cublas_are_allocated_before_bytes_are_counted(
+def test_bytes_that_no_graph_sees_count_in_steps_after_workspaces_of_cublas_are_there(
     card: Card, monkeypatch: pytest.MonkeyPatch, count: str, tuned: int
 ) -> None:
-    """Where reserved bytes count, tuning takes a segment of small blocks."""
-    card(allocated=100)
-    monkeypatch.setattr(request, "allocate_cublas", lambda device: card(allocated=5 * MIB))
-    monkeypatch.setattr(request, "device_of_inputs", lambda inputs: GPU)
-    assert asked([torch.empty(8, device="meta")], count=count).held == 6 * MIB + tuned
+    """So a few more, as a metric that is kept from one run to the next, ask for no other plan.
 
-
-@pytest.mark.parametrize(("count", "tuned"), [("allocated", 0), ("reserved", 2 * MIB)])
-def test_a_few_bytes_more_that_no_graph_sees_ask_for_no_other_plan(
-    card: Card, monkeypatch: pytest.MonkeyPatch, count: str, tuned: int
-) -> None:
-    """As a metric that is kept from one run to the next; the next larger step counts in full."""
+    Where reserved bytes count, tuning takes a segment of small blocks.
+    """
     monkeypatch.setattr(request, "device_of_inputs", lambda inputs: GPU)
     held = []
     for allocated in (64 * MIB + 1, 64 * MIB + 5000, 66 * MIB, 66 * MIB + 1):
         card(allocated=allocated)
         held.append(asked([], count=count).held - tuned)
     assert held == [66 * MIB, 66 * MIB, 66 * MIB, 68 * MIB]
+    card(allocated=100)
+    monkeypatch.setattr(request, "allocate_cublas", lambda device: card(allocated=5 * MIB))
+    assert asked([torch.empty(8, device="meta")], count=count).held == 6 * MIB + tuned
 
 
 def test_both_threads_compute_a_product() -> None:
