@@ -100,57 +100,41 @@ RANDOM = {
 WITHOUT_DROPOUT = RANDOM.pop("attention")
 
 
-def flash(*dropout: float, **named: float) -> fx.Node:
-    target = ATEN._scaled_dot_product_flash_attention.default
-    arguments = (*WITHOUT_DROPOUT.args[:3], *dropout)
-    return WITHOUT_DROPOUT.graph.call_function(target, arguments, {**named})
-
-
-RANDOM |= {"attention with dropout": flash(0.5), "attention, dropout by name": flash(dropout_p=0.5)}
-
-
-@pytest.mark.parametrize("node", RANDOM.values(), ids=RANDOM)
-def test_random_calls_do_not_run_again(node: fx.Node) -> None:
-    assert is_random(node)
-    assert not is_repeatable(node, frozenset())
-
-
-@pytest.mark.parametrize(
-    "target",
-    [
-        ATEN._scaled_dot_product_flash_attention.default,
-        ATEN._scaled_dot_product_efficient_attention.default,
-        ATEN._scaled_dot_product_flash_attention_for_cpu.default,
-    ],
-    ids=lambda target: target.overloadpacket.__name__,
-)
-def test_attention_without_dropout_runs_again(target: Any) -> None:
-    extra = (None, False) if "efficient" in str(target) else ()
-    graph = WITHOUT_DROPOUT.graph
-    node = graph.call_function(target, (*WITHOUT_DROPOUT.args[:3], *extra))
+def attention(kind: str, *more: Any, **named: Any) -> fx.Node:
+    target = getattr(ATEN, f"_scaled_dot_product_{kind}").default
+    node = WITHOUT_DROPOUT.graph.call_function(target, (*WITHOUT_DROPOUT.args[:3], *more), named)
     node.meta["val"] = (KEY,)
-    assert not is_random(node)
-    assert is_repeatable(node, frozenset())
+    return node
 
 
-def test_numbers_from_a_seed_are_repeatable() -> None:
-    seed = torch.tensor(3)
-    node = call(torch.ops.prims.inductor_random.default, [4], seed, "rand")
-    assert not is_random(node)
-    assert is_repeatable(node, frozenset())
+RANDOM |= {
+    "attention with dropout": attention("flash_attention", 0.5),
+    "attention, dropout by name": attention("flash_attention", dropout_p=0.5),
+}
+ONCE = {
+    "custom op": call(torch.ops.fxremat_tests.triple.default, X),
+    "effects": OTHERS["copy_"],
+    "python function": call(torch.sin, X),
+}
+AGAIN = {
+    "flash": attention("flash_attention"),
+    "efficient": attention("efficient_attention", None, False),
+    "flash on a CPU": attention("flash_attention_for_cpu"),
+    "numbers of a seed": call(
+        torch.ops.prims.inductor_random.default, [4], torch.tensor(3), "rand"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", [*RANDOM, *ONCE, *AGAIN])
+def test_calls_that_run_again_and_others(name: str) -> None:
+    node = {**RANDOM, **ONCE, **AGAIN}[name]
+    assert is_random(node) == (name in RANDOM)
+    assert is_repeatable(node, frozenset()) == (name in AGAIN)
 
 
 class _Tag:
     name = "MUST_SAVE"
-
-
-@pytest.mark.parametrize(
-    "node",
-    [call(torch.ops.fxremat_tests.triple.default, X), OTHERS["copy_"], call(torch.sin, X)],
-    ids=["custom op", "copy_", "python function"],
-)
-def test_what_has_effects_or_is_unknown_does_not_run_again(node: fx.Node) -> None:
-    assert not is_repeatable(node, frozenset())
 
 
 @pytest.mark.parametrize(
