@@ -89,25 +89,20 @@ def test_views_and_others(name: str) -> None:
     assert is_tensor(node) == (not is_multi_output(node))
 
 
+def attention(kind: str, *more: Any, **named: Any) -> fx.Node:
+    target = getattr(ATEN, f"_scaled_dot_product_{kind}").default
+    graph = fx.Graph()
+    node = graph.call_function(target, (*[graph.placeholder("x")] * 3, *more), named)
+    node.meta["val"] = (KEY,)
+    return node
+
+
 RANDOM = {
     "rand_like": call(ATEN.rand_like.default, X),
     "bernoulli": call(ATEN.bernoulli.p, X, 0.5),
     "dropout": call(ATEN.native_dropout.default, X, 0.5, True),
     "randn": call(ATEN.randn.default, [4]),
     "seeds": call(torch.ops.prims.inductor_seeds.default, 2, torch.device("cpu")),
-    "attention": call(ATEN._scaled_dot_product_flash_attention_for_cpu.default, KEY, KEY, KEY, 0.0),
-}
-WITHOUT_DROPOUT = RANDOM.pop("attention")
-
-
-def attention(kind: str, *more: Any, **named: Any) -> fx.Node:
-    target = getattr(ATEN, f"_scaled_dot_product_{kind}").default
-    node = WITHOUT_DROPOUT.graph.call_function(target, (*WITHOUT_DROPOUT.args[:3], *more), named)
-    node.meta["val"] = (KEY,)
-    return node
-
-
-RANDOM |= {
     "attention with dropout": attention("flash_attention", 0.5),
     "attention, dropout by name": attention("flash_attention", dropout_p=0.5),
 }

@@ -59,31 +59,31 @@ def test_masks_of_the_forward_and_of_the_backward(name: str, dtype: torch.dtype)
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_a_mask_among_several_results(fused: bool) -> None:
-    joint, where = variants.found(
-        MASKS, lambda x: F.dropout(x.sin(), 0.4), variants.leaf(7, 9), fused=fused
-    )
+    x = variants.leaf(7, 9)
+    joint, where = variants.found(MASKS, lambda x: F.dropout(x.sin(), 0.4), x, fused=fused)
     assert len(where) == 1
     variants.assert_exact(joint, *where)
 
 
-def test_a_constant_mask_and_an_input_are_left() -> None:
-    mask = torch.rand(8, 8) > 0.5
-    assert (
-        variants.found(MASKS, lambda x: torch.where(mask, x, 0.0).sin(), variants.leaf(8, 8))[1]
-        == []
-    )
+def test_channels_last() -> None:
+    x = variants.leaf(2, 3, 5, 7).detach().to(memory_format=torch.channels_last).requires_grad_()
+    joint, where = variants.found(SIGNS, lambda x: F.relu(x * 2).sum(), x)
+    assert len(where) == 1
+    variants.assert_exact(joint, *where)
+
+
+def test_a_constant_mask_an_input_and_dynamic_sizes_are_left() -> None:
+    mask, x = torch.rand(8, 8) > 0.5, variants.leaf(8, 9)
+    fixed = variants.found(MASKS, lambda x: torch.where(mask, x, 0.0).sin(), variants.leaf(8, 8))
+    torch._dynamo.mark_dynamic(x, 0)
+    dynamic = variants.found(SIGNS, lambda x: F.relu(x.sin()), x)
+    assert fixed[1] == dynamic[1] == []
 
 
 def test_small_masks_are_left() -> None:
     for size, count in ((10, 0), (100, 1)):
         joint = variants.joint_of(lambda x: F.relu(x.sin()), [variants.leaf(size, size)])
         assert len(variants.sites(SIGNS, joint)) == count
-
-
-def test_dynamic_sizes_are_left() -> None:
-    x = variants.leaf(8, 9)
-    torch._dynamo.mark_dynamic(x, 0)
-    assert variants.found(SIGNS, lambda x: F.relu(x.sin()), x)[1] == []
 
 
 def packed_and_back(add: Callable[..., fx.Node], mask: fx.Node) -> tuple[fx.Node, fx.Node]:
@@ -102,13 +102,6 @@ def test_any_shape_and_order(shape: list[int], order: list[int]) -> None:
     assert bits.dtype == torch.uint8
     least = min((x.numel() // n * -(-n // 8) for n in shape), default=1)
     assert least <= bits.numel() <= max(1.25 * x.numel() / 8, least)
-
-
-def test_channels_last() -> None:
-    x = variants.leaf(2, 3, 5, 7).detach().to(memory_format=torch.channels_last).requires_grad_()
-    joint, where = variants.found(SIGNS, lambda x: F.relu(x * 2).sum(), x)
-    assert len(where) == 1
-    variants.assert_exact(joint, *where)
 
 
 COMPILED: dict[str, Callable[..., Any]] = {

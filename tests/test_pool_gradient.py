@@ -62,23 +62,18 @@ def assert_same(joint: JointGraph, given: Sequence[Tensor] = ()) -> None:
         assert torch.equal(old, new)
 
 
-WINDOWS = [(2, 2, 0), (3, 2, 1), (3, 1, 1), (2, 3, 0)]
+WINDOWS = [(2, one) for one in ((2, 2, 0), (3, 2, 1), (3, 1, 1), (2, 3, 0))]
+WINDOWS += [(3, one) for one in ((2, 2, 0), (2, 2, 1), (2, 3, 1))]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("kernel", "stride", "padding"), WINDOWS)
+@pytest.mark.parametrize(("axes", "window"), WINDOWS)
 def test_gathered_gradients_are_the_scattered_ones(
-    kernel: int, stride: int, padding: int, dtype: torch.dtype
+    axes: int, window: tuple[int, int, int], dtype: torch.dtype
 ) -> None:
-    joint = pool_joint(pooled(kernel, stride, padding).to(dtype), torch.randn(2, 3, 9, 8).to(dtype))
-    assert_same(joint)
-
-
-@pytest.mark.parametrize("window", [(2, 2, 0), (2, 2, 1), (2, 3, 1)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_pool_of_volumes(window: tuple[int, int, int], dtype: torch.dtype) -> None:
-    x = torch.randn(2, 3, 8, 6, 7).to(dtype)
-    assert_same(pool_joint(pooled(*window, axes=3).to(dtype), x))
+    """Of images and of volumes."""
+    x = torch.randn(2, 3, *((9, 8) if axes == 2 else (8, 6, 7))).to(dtype)
+    assert_same(pool_joint(pooled(*window, axes=axes).to(dtype), x))
 
 
 def test_gradients_are_stored_in_the_type_that_they_are_read_in() -> None:
