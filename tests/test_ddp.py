@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import fx, nn
+from torch import nn
 from torch.nn import functional as F
 
 import fxremat
 from fxremat.compat.backward import backward_drops_gradients
 from fxremat.compat.dynamo import splits_for_ddp
-from fxremat.compat.ranks import parts_split_for_ddp
 from fxremat.compile import session
 from fxremat.report.report import Report
 from fxremat.sizes import MIB
@@ -93,27 +92,6 @@ def test_parts_that_cannot_be_looked_at_are_planned_one_by_one(
     assert "planned one by one: no memory to look into" in caplog.text
     own = [report.predicted_peak_bytes - report.held_bytes for report in reports[:3]]
     assert buckets + sum(own) <= BUDGET
-
-
-@pytest.mark.usefixtures("only_rank")
-def test_parts_are_those_that_a_backend_is_given() -> None:
-    """Code, sizes, and which inputs are parameters; all of them when the first is compiled."""
-    shown, given = list[tuple[str, ...]](), list[str]()
-
-    def backend(gm: fx.GraphModule, inputs: Any, **_: Any) -> Any:
-        parts = parts_split_for_ddp()
-        shown.append(tuple(session.signature(*part) for part in parts))
-        given.append(session.signature(gm, inputs))
-        if parts:
-            parameters = [isinstance(x, nn.Parameter) for _, each in parts for x in each]
-            assert sum(parameters) == len(list(layers().parameters()))
-        return gm.forward
-
-    model = nn.parallel.DistributedDataParallel(layers(), bucket_cap_mb=1)
-    torch.compile(model, backend=backend)(torch.randn(128, 600)).backward()
-    assert len(given) > 1
-    assert shown == [tuple(given)] + [()] * (len(given) - 1)
-    assert parts_split_for_ddp() == []
 
 
 # --- two ranks ----------------------------------------------------------------------------

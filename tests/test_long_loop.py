@@ -49,10 +49,8 @@ class Loop:
             self.scaler.update()
             self.optimizer.zero_grad()
             with torch.no_grad():
-                for mean, weight in zip(
-                    self.average.parameters(), self.model.parameters(), strict=True
-                ):
-                    mean.lerp_(weight, 0.1)
+                mean, now = (tuple(one.parameters()) for one in (self.average, self.model))
+                torch._foreach_lerp_(mean, now, 0.1)
             if step % 10 == 0:
                 self.model.eval()
                 with torch.no_grad():
@@ -109,10 +107,7 @@ def functional(options: dict[str, Any] | None) -> tuple[list[float], int]:
     run(2)
     peak = fxremat.measure_peak(lambda: run(STEPS), held=(weights, x)).peak_bytes
     whole = torch.func.grad(compiled)(weights, x)  # inside of a transform nothing is compiled
-    for each, own in zip(
-        whole.values(), torch.func.grad(loss_of)(weights, x).values(), strict=True
-    ):
-        torch.testing.assert_close(each, own)
+    torch.testing.assert_close(whole, torch.func.grad(loss_of)(weights, x))
     return losses, peak
 
 

@@ -20,8 +20,8 @@ from fxremat.memory.measured_peak import (
     measure_call,
     measure_peak,
 )
-from fxremat.whatif.largest_size import _in_dry_runs, _largest_of_torch
-from fxremat.whatif.symbolic_step import Expected, PeaksBySize
+from fxremat.whatif.largest_size import _largest_of_torch
+from fxremat.whatif.symbolic_step import PeaksBySize
 
 # --- measure ------------------------------------------------------------------------------
 
@@ -262,22 +262,3 @@ def test_what_is_rounded_up_is_found_by_dry_runs() -> None:
     assert 0.99 * true <= largest <= true
     assert len(peaks.shown) < 12
     assert _largest_of_torch(steps, 1) is None
-
-
-def test_what_takes_more_than_expected_aims_lower_and_then_is_smaller() -> None:
-    """Each plan takes a tenth more; the same size first; what is named was counted within it."""
-    log: list[tuple[int, int]] = []
-
-    def quickest(size: int, target: int) -> Expected:
-        log.append((size, target))
-        peak = max(target, 10 * size)
-        return Expected(peak, 1.0, lambda: peak * 11 // 10)
-
-    steps: Any = SimpleNamespace(quickest=quickest)
-    found = _in_dry_runs(steps, 95, 50, 1000, 0)
-    assert found is not None
-    size, peak, _ = found
-    assert log[:2] == [(95, 1000), (95, 909)]
-    assert 50 < size <= 90
-    assert peak <= 1000
-    assert _in_dry_runs(steps, 95, 94, 1000, 0) is None

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given
+from hypothesis import HealthCheck, example, given
 
 import fxremat
 from fxremat import planner
@@ -27,7 +27,7 @@ from fxremat.planner.plan_cache import PlanQuestion
 from fxremat.planner.plans import make_plan
 from fxremat.whatif.explanation import Explanation
 from tests import strategies
-from tests.chains import phased_chain
+from tests.chains import LOSS_PROBLEM, phased_chain
 from tests.examples import examples
 from tests.small import Stack, seeded
 
@@ -56,6 +56,7 @@ def test_an_answer_is_kept_and_read_back(tmp_path: Path, problem: Problem) -> No
 
 @examples(15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(strategies.problems() | strategies.problems_with_variants(max_ops=6))
+@example(LOSS_PROBLEM)
 def test_every_kind_of_plan_is_read_back(tmp_path: Path, problem: Problem) -> None:
     for budget in (None, 0, 100):
         for solver in ("greedy", "least_peak"):
@@ -64,6 +65,7 @@ def test_every_kind_of_plan_is_read_back(tmp_path: Path, problem: Problem) -> No
             assert known
             assert again == plan
             assert check(take(problem, again.variants), again.steps).ok
+            assert again.variants or problem is not LOSS_PROBLEM or budget is None
 
 
 @pytest.mark.parametrize(

@@ -23,13 +23,12 @@ from fxremat.planner.published.chain import (
     NotAChain,
     block_costs,
     find_chain,
-    option_cost,
     store_all,
 )
 from fxremat.planner.published.clusters import Level, decompose
 from fxremat.planner.published.hrockmate import Hierarchy
 from fxremat.planner.published.parts import PartPlans
-from fxremat.planner.published.rockmate import block_options, held_options, pareto, part_of
+from fxremat.planner.published.rockmate import block_options, part_of
 from fxremat.planner.published.rotor import Table
 from fxremat.planner.solvers import SolverOptions
 from tests import brute, chains
@@ -154,18 +153,6 @@ def test_equal_blocks_are_solved_once() -> None:
     assert len(plans.found) == len({part_of(chain, block).shape for block in chain.blocks})
     assert len(plans.found) <= len(chain.blocks) // 2
     assert options[-4] == block_options(chain, chain.blocks[-4], PartPlans(Deadline(None)))
-
-
-def test_options_hold_less_for_more_time() -> None:
-    chain = find_chain(chains.blocks(4))
-    block = max(chain.blocks, key=lambda block: len(block.forward))
-    options = pareto(chain, block, held_options(chain, block, Deadline(None)))
-    costs = [option_cost(chain, block, option) for option in options]
-    assert len(costs) >= 2
-    assert costs[0].held < costs[-1].held
-    assert costs[0].backward.time > costs[-1].backward.time
-    everything = option_cost(chain, block, store_all(block))
-    assert all(cost.backward.time >= everything.backward.time for cost in costs)
 
 
 # --- hrockmate ----------------------------------------------------------------------------

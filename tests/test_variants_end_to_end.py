@@ -62,8 +62,7 @@ def layers() -> tuple[nn.Module, tuple[Tensor, ...]]:
 def assert_alike(
     new: list[Tensor], old: list[Tensor], rtol: float = 2e-5, atol: float = 1e-7, nan: bool = False
 ) -> None:
-    for pair in zip(new, old, strict=True):
-        torch.testing.assert_close(*pair, rtol=rtol, atol=atol, equal_nan=nan)
+    torch.testing.assert_close(new, old, rtol=rtol, atol=atol, equal_nan=nan)
 
 
 @pytest.mark.parametrize(
