@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fxremat.core.events import Allocate, Backward, Event, Forward, Free, Given, Outside, RunEvents
 from fxremat.core.layout import CodeBuffer
-from fxremat.core.step import Interface, Order, Version
+from fxremat.core.step import ALL_RESULTS, Interface, Order, Version
 from fxremat.memory import composed_steps
 from fxremat.memory.allocator import replay
 from fxremat.memory.allocator_settings import AllocatorSettings
@@ -136,7 +136,9 @@ def test_results_are_kept_for_a_later_run_and_by_others() -> None:
     [at] = [k for k, event in enumerate(outside) if event == Forward(2, ("1", "0"), ())]
     assert set(outside[at + 1 : at + 3]) == {Free("0"), Free("1")}
     live = live_after(composed(outside, runs.__getitem__))
-    held = live_after(composed(outside_in_order(runs, order, 0, held=[0]), runs.__getitem__))
+    held = live_after(
+        composed(outside_in_order(runs, order, 0, held={0: ALL_RESULTS}), runs.__getitem__)
+    )
     assert held[-1] == live[-1] + 10 == 4 + 10
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from benchmarks.check_addresses import BadPlacement, check_layout
 from fxremat.core.events import Allocate, Event, Free, Given, RunEvents
 from fxremat.core.layout import CodeBuffer, HalfLayout, RunLayout, StepLayout
-from fxremat.core.step import Order, first_first, last_first
+from fxremat.core.step import ALL_RESULTS, Order, first_first, last_first
 from fxremat.memory.composed_steps import outside_in_order
 from fxremat.memory.layout import ALIGNMENT_BYTES, arrange, in_sequence, passed_on
 from fxremat.sizes import GIB, MIB
@@ -143,7 +143,7 @@ def test_what_the_next_run_saves_lies_in_the_arena() -> None:
     assert layout.arena_bytes == 2 * MIB
     assert layout.runs[0].forward.offsets == layout.runs[0].backward.offsets == (0,)
     assert layout.runs[1].backward.offsets == (MIB,)
-    held = list(outside_in_order(runs, order, 0, held=[0]))
+    held = list(outside_in_order(runs, order, 0, held={0: ALL_RESULTS}))
     assert not passed_on(runs, held)
     assert arrange(runs, order, "cuda", outside=held).layout.runs[0].forward.offsets == (None,)
 

@@ -346,5 +346,6 @@ def test_what_only_garbage_holds_while_it_compiles_is_not_planned_for() -> None:
         del result, cycle
         loss.backward()
         [only] = scope._SCOPES.values()
-        assert [one.holds for one in only.order if one.phase == "forward"] == [keep]
+        held = [one.held_bytes for one in only.order if one.phase == "forward"]
+        assert held == [4 * 8 * 4 if keep else 0]
         scope.forget()

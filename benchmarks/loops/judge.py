@@ -15,7 +15,7 @@ from fxremat.compat.absent.pretending import pretending
 from fxremat.compat.dynamo import fresh_dynamo_caches
 from fxremat.core.events import RunEvents
 from fxremat.core.layout import RunLayout, StepLayout
-from fxremat.core.step import last_first
+from fxremat.core.step import ALL_RESULTS, last_first
 from fxremat.cost.cuda_scratch import cublas_workspace
 from fxremat.cost.device import Card, absent_card
 from fxremat.memory.allocator_settings import AllocatorSettings
@@ -280,7 +280,7 @@ def _events(report: Report) -> RunEvents:
 def _placed(reports: list[Report]) -> StepLayout:
     """The addresses of graphs that run forward in this order, and backward in turn."""
     runs, order = [*map(_events, reports)], last_first(len(reports))
-    outside = list(outside_in_order(runs, order, 0, held=[len(runs) - 1]))
+    outside = list(outside_in_order(runs, order, 0, held={len(runs) - 1: ALL_RESULTS}))
     return arrange(runs, order, "cuda", outside=outside).layout
 
 

@@ -11,6 +11,7 @@ forward to its backward a run waits, and holds what it has saved. Plain data.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -147,6 +148,9 @@ class Gathered:
 NOTHING_GATHERED = Gathered()
 
 
+ALL_RESULTS = sys.maxsize
+"""In the place of the bytes of all that a run returns."""
+NOTHING_HELD: Mapping[int, int] = {}
 Order = Sequence[tuple[int, Literal["forward", "backward"]]]
 """Which run goes forward or backward, one after the other."""
 
@@ -158,21 +162,22 @@ def in_order(
     outside_bytes: int,
     gathered: Gathered = NOTHING_GATHERED,
     results_kept: Collection[int] = (),
-    results_held: Collection[int] = (),
+    results_held: Mapping[int, int] = NOTHING_HELD,
     weights: Sequence[Mapping[int, int]] = (),
 ) -> tuple[StepPoint, ...]:
     """The points of a step whose runs go forward and backward in this order.
 
-    ``part_of`` each run says which of the ``parts`` it is of. ``outside_bytes`` are there all the
-    time, what no run has of its own among them; what is ``gathered`` comes in addition. The
-    gradients of a part stay from its backward on; one that has gone backward may run again, as the
-    discriminator of a GAN does, and adds to them; so does another part that has ``weights`` of it,
-    bytes by address of those of each run, where these are known. What runs outside holds the
-    results of the runs in ``results_kept`` until these go backward, and of those in
-    ``results_held`` to the end. Whoever goes backward from a loss holds its gradient until all runs
-    have gone backward that do so then.
+    ``part_of`` each run says which of the ``parts`` it is of. ``outside_bytes`` are there all
+    the time, what no run has of its own among them; what is ``gathered`` comes in addition. The
+    gradients of a part stay from its backward on; one that has gone backward may run again, as
+    the discriminator of a GAN does, and adds to them; so does another part that has ``weights``
+    of it, bytes by address of those of each run, where these are known. What runs outside holds
+    the results of the runs in ``results_kept`` until these go backward, and to the end so many
+    bytes of each run's as ``results_held`` has for it. Whoever goes backward from a loss holds
+    its gradient until all runs have gone backward that do so then.
     """
     points, waiting, left, ended = list[StepPoint](), list[int](), 0, set[int]()
+    held = [min(results_held.get(k, 0), parts[part].results) for k, part in enumerate(part_of)]
     of_loss = 0
     added = set[int]()
     for k, (run, phase) in enumerate(order):
@@ -182,16 +187,16 @@ def in_order(
             outside = outside_bytes + left + kept + own.given
             points.append(StepPoint(outside, tuple(waiting), run, "forward"))
             waiting.append(run)
-            if run in results_kept or run in results_held:
-                outside_bytes += own.results
+            there = own.results if run in results_kept else held[run]
+            outside_bytes += there
             if k + 1 == len(order) or order[k + 1][1] == "backward":  # the loss, between them
                 kept = gathered.ahead + len(waiting) * gathered.kept
-                between = outside_bytes + left + kept + own.results + own.incoming
+                between = outside_bytes + left + kept + own.results - there + own.incoming
                 points.append(StepPoint(between, tuple(waiting)))
             continue
         waiting.remove(run)
-        if run in results_kept and run not in results_held:
-            outside_bytes -= own.results
+        if run in results_kept:
+            outside_bytes -= own.results - held[run]
         begins = k > 0 and order[k - 1][1] == "forward"
         of_loss = 0 if begins else of_loss
         outside = outside_bytes + left + of_loss + own.incoming + len(waiting) * gathered.kept

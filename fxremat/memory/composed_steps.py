@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Generator, Iterable, Iterator,
 from dataclasses import dataclass, field
 
 from fxremat.core.events import Allocate, Backward, Event, Forward, Free, Outside, RunEvents
-from fxremat.core.step import Order, is_number
+from fxremat.core.step import NOTHING_HELD, Order, is_number
 
 
 def without(events: Sequence[Event], names: Collection[str]) -> tuple[Event, ...]:
@@ -267,18 +267,18 @@ def repeated_outside(
 
 def outside_in_order(
     runs: Sequence[RunEvents], order: Order, held_bytes: int, kept: Collection[int] = (),
-    held: Collection[int] = (),
+    held: Mapping[int, int] = NOTHING_HELD,
 ) -> Iterator[Outside]:  # fmt: skip
     """A step in which nothing is known but the order of runs, and who holds their results.
 
     ``held_bytes`` are there all the time. Each run is given what one before it gave, where that is
     as large; so are the gradients. Results of the runs in ``kept`` are held until these go
-    backward, those in ``held`` to the end, and others as long as a run that comes may be given
-    them. Gradients of inputs that no run has of its own stay.
+    backward, so many bytes of each as ``held`` has for it to the end, and others as long as a run
+    that comes may be given them. Gradients of inputs that no run has of its own stay.
     """
     yield Allocate("held", held_bytes)
     names, results = (f"{k}" for k in itertools.count()), dict[int, list[Allocate]]()
-    gradients, keep = list[Allocate](), {*kept, *held}
+    gradients, stay = list[Allocate](), list[Allocate]()
     of_loss: list[Allocate] = []
     for k, (run, phase) in enumerate(order):
         version, sizes = runs[run], runs[run].sizes()
@@ -289,8 +289,9 @@ def outside_in_order(
             inputs = [next(own).name if one.own else "held" for one in version.inputs]
             results[run] = [Allocate(next(names), sizes[n]) for n in dict.fromkeys(version.results)]
             yield Forward(run, tuple(inputs), tuple(results[run]))
+            stay += _smallest(results[run], held.get(run, 0))
             yield from (Free(one.name) for one in given if one not in there)
-            yield from _let_go(results, keep, _wanted_from(runs, order[k + 1 :]), given)
+            yield from _let_go(results, kept, stay, _wanted_from(runs, order[k + 1 :]), given)
         else:
             incoming = yield from _found([n for _, n in version.incoming], gradients, names)
             of_own = {one.gradient: one.own for one in version.inputs if one.gradient is not None}
@@ -302,8 +303,18 @@ def outside_in_order(
             yield Backward(run, coming, tuple(new.values()), passed=incoming is not of_loss)
             gradients = [one for one in gradients if one not in incoming]
             gradients += [one for name, one in new.items() if of_own[name]]
-            if run not in held:
-                yield from (Free(one.name) for one in results.pop(run, []))
+            made = results.get(run, [])
+            yield from (Free(one.name) for one in made if one not in stay)
+            results[run] = [one for one in made if one in stay]
+
+
+def _smallest(results: Iterable[Allocate], most_bytes: int) -> list[Allocate]:
+    """The smallest of them, of so many bytes together."""
+    found, left = list[Allocate](), most_bytes
+    for one in sorted(results, key=lambda one: one.nbytes):
+        left -= one.nbytes
+        found += [one] if left >= 0 else []
+    return found
 
 
 def _wanted_from(runs: Sequence[RunEvents], order: Order) -> set[int]:
@@ -315,12 +326,17 @@ def _wanted_from(runs: Sequence[RunEvents], order: Order) -> set[int]:
 def _let_go(
     results: dict[int, list[Allocate]],
     keep: Collection[int],
+    stay: Collection[Allocate],
     wanted: Collection[int],
     given: Collection[Allocate],
 ) -> Iterator[Free]:
-    """Free results that a run was ``given``, and those of a size that no run wants any more."""
+    """Free results that a run was ``given``, and those of a size that no run wants any more.
+
+    Those of the runs in ``keep`` are held, and those that ``stay``.
+    """
     for run in [one for one in results if one not in keep]:
-        gone = [one for one in results[run] if one in given or one.nbytes not in wanted]
+        free = [one for one in results[run] if one not in stay]
+        gone = [one for one in free if one in given or one.nbytes not in wanted]
         results[run] = [one for one in results[run] if one not in gone]
         yield from (Free(one.name) for one in gone)
 

@@ -481,13 +481,13 @@ class Recorded:
     """One half of a run, as it has run.
 
     With ``keeps`` others hold its results until its backward: so they may where the next graph is
-    not given them, for something that is not compiled is. With ``holds`` they do so beyond that, as
-    whoever is given logits beside a loss. It was given these ``weights``.
+    not given them, for something that is not compiled is. So many ``held_bytes`` of them they hold
+    beyond that, as whoever is given a loss, and maybe logits. It was given these ``weights``.
     """
 
     graph: weakref.ref[Any]
     place: int
     phase: Literal["forward", "backward"]
     keeps: bool = False
-    holds: bool = False
+    held_bytes: int = 0
     weights: Mapping[int, int] = field(default_factory=dict)

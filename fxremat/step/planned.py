@@ -20,7 +20,7 @@ from fxremat.compile.request import (
     request_for,
     size_of_inputs,
 )
-from fxremat.core.step import in_order, last_first
+from fxremat.core.step import ALL_RESULTS, in_order, last_first
 from fxremat.memory.composed_steps import outside_in_order
 from fxremat.options import Options
 from fxremat.planner import step_versions as planner
@@ -73,7 +73,7 @@ def plan_in_order(
     fixed = request.budget.held + size_of_inputs(shared, device_of_inputs(shared))
     parts, part_of = [one.part for one in asked], tuple(range(len(asked)))
     interfaces, order = [one.interface for one in parts], last_first(len(parts))
-    held = part_of[-1:]  # whoever runs the model has what the last graph gives
+    held = dict.fromkeys(part_of[-1:], ALL_RESULTS)  # whoever runs the model has what it gives
     points = in_order(interfaces, part_of, order, fixed, results_held=held)
     outside = partial(outside_in_order, order=order, held_bytes=fixed, held=held)
     step = StepDescription(points, part_of, (0,) * len(parts), parts, outside=outside)

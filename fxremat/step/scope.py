@@ -28,7 +28,7 @@ from fxremat.compat.dynamo import compilations
 from fxremat.compat.ranks import is_a_rank
 from fxremat.compat.tensors import apart_from_tracing
 from fxremat.core.constants import MUCH_UNUSED
-from fxremat.core.step import Order, StepPoint, in_order, last_first
+from fxremat.core.step import ALL_RESULTS, Order, StepPoint, in_order, last_first
 from fxremat.errors import BudgetExceeded, PromiseBroken
 from fxremat.memory.composed_steps import outside_in_order
 from fxremat.memory.optimizers import optimizer_memory
@@ -190,7 +190,9 @@ class BudgetScope:
         saved = {key for one in waiting for key in one.saved()}
         in_use = [k for k, one in enumerate(waiting) if one.in_use(saved)]
         described, cautious = (
-            self._described(runs, order, more_bytes, kept, held, trained)
+            self._described(
+                runs, order, more_bytes, kept, dict.fromkeys(held, ALL_RESULTS), trained
+            )
             for held in ([last], [*in_use, last])
         )
         if described is None or cautious is None:
@@ -202,7 +204,7 @@ class BudgetScope:
         runs: dict[tuple[SharingGraph, int], int] = {}
         weights: dict[int, Mapping[int, int]] = {}
         order: list[tuple[int, Literal["forward", "backward"]]] = []
-        kept, held = list[int](), list[int]()
+        kept, held = list[int](), dict[int, int]()
         for one in self.last:
             graph = one.graph()
             if graph is None:
@@ -210,7 +212,7 @@ class BudgetScope:
             if one.phase == "forward":  # a place may be taken again: its version is the same
                 number = runs.setdefault((graph, one.place), len(runs))
                 kept += [number] if one.keeps else []
-                held += [number] if one.holds else []
+                held |= {number: one.held_bytes} if one.held_bytes else {}
                 weights[number] = one.weights
             elif (graph, one.place) not in runs:
                 return None  # it was recorded from its middle on
@@ -223,7 +225,7 @@ class BudgetScope:
         order: Order,
         more_bytes: int,
         kept: Sequence[int],
-        held: Sequence[int],
+        held: Mapping[int, int],
         weights: Sequence[Mapping[int, int]],
     ) -> StepDescription | None:
         graphs = list(dict.fromkeys(graph for graph, _ in runs))
@@ -422,19 +424,18 @@ class BudgetScope:
                 self.order.append(Recorded(weakref.ref(run.graph), run.place, "backward"))
 
     def _note_held(self, run: WaitingRun) -> None:
-        """Note at its forward if somebody holds results when the run goes backward.
+        """Note at its forward what somebody holds of its results when the run goes backward.
 
         While a step is compiled, garbage of Dynamo's may, until Python collects it.
         """
         if any(one() is not None for one in run.made) and self._compilations() > self.collected:
             self.collected = self._compilations()
             gc.collect()
-        if not any(one() is not None for one in run.made):
-            return
+        held = storages_of([one() for one in run.made], run.promise.device)
         for k, one in reversed(list(enumerate(self.order))):
             same = one.graph() is run.graph and one.place == run.place
             if same and one.phase == "forward":
-                self.order[k] = replace(one, holds=True)
+                self.order[k] = replace(one, held_bytes=sum(held.values()))
                 return
 
     @property
