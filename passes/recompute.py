@@ -44,6 +44,8 @@ from fxremat.passes.materialisation import is_fusable, is_reduction
 from fxremat.passes.memory_estimation import TANGENTS, Estimate, RecomputeSlice, nbytes
 from fxremat.passes.nodes import Lookup, copy_named
 from fxremat.passes.offload import Mover
+from fxremat.runtime.chunks.operator import ROWS
+from fxremat.runtime.chunks.program import dump, parse
 
 
 @dataclass
@@ -219,9 +221,10 @@ def apply_plan(
         early[i] = writer.resolve(joint.results[i])
     kept = {node for node in (*early, *backward_results) if isinstance(node, fx.Node)}
     save_ends(forward, list(writer.graph.nodes)[begin:], kept)
-    backward = list(writer.graph.nodes)[begin:]
     output = writer.graph.output(tuple(early + backward_results))
     output.meta = dict(joint.module.graph.output_node().meta)
+    leave_out_unread(writer.graph)
+    backward = list(writer.graph.nodes)[begin:-1]
     module = module_of(joint.module, writer.graph)
     module.meta = dict(joint.module.meta)
     saved = _read_across(forward, backward, backward_results)
@@ -259,6 +262,28 @@ class ApplyPlan(Pass):
         self.demand(inputs == before, f"the inputs are {inputs}, and were {before}")
         results: Any = module.graph.output_node().args[0]
         self.demand(len(results) == len(joint.results), f"the graph returns {len(results)} results")
+
+
+# --- results of loops over rows ---------------------------------------------------------------
+
+
+def leave_out_unread(graph: fx.Graph) -> None:
+    """Have calls of ``rows`` compute the results that are read, and nothing else.
+
+    A loop that runs again may have given results that still live, as large as logits.
+    """
+    for call in graph.find_nodes(op="call_function", target=ROWS):
+        read = [one for one in call.users if one.users]
+        places = sorted({int(one.args[1]) for one in read})
+        if len(places) == len(call.meta["val"]):
+            continue
+        for one in [one for one in call.users if one not in read]:
+            graph.erase_node(one)
+        program = parse(call.args[2]).giving(places)
+        call.args = (*call.args[:2], dump(program), *call.args[3:])
+        call.meta["val"] = [call.meta["val"][place] for place in places]
+        for one in read:
+            one.args = (call, places.index(one.args[1]))
 
 
 # --- ends of short computations ---------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,12 +11,17 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from fxremat.errors import VerificationFailed
+from fxremat.passes.halves import RECOMPUTED
+from fxremat.passes.memory_estimation import estimate
+from fxremat.passes.recompute import apply_plan
 from fxremat.passes.variants.chunks.ignored_rows import Known, Value, result_of
 from fxremat.passes.variants.chunks.rules import CHUNKED_ATTENTION, CHUNKED_LOSS, CHUNKED_MLP, RULES
 from fxremat.runtime.chunks.operator import ROWS
-from fxremat.runtime.chunks.program import parse
+from fxremat.runtime.chunks.program import dump, parse
+from fxremat.verify.data_flow import check_data_flow
 from tests.conftest import Golden
-from tests.graphs import Net, calls
+from tests.graphs import Net, again_after_tangents, calls, no_workspace, unit_time
 from tests.row_nets import (
     LOSS,
     STEPS,
@@ -109,6 +115,34 @@ def test_no_gradients_ahead() -> None:
     net = Net(lambda m, x, y: (F.cross_entropy(z := m.head(x), y), z), head=head())
     names += check(net, (rows(50, D), labels(50)), CHUNKED_LOSS)
     assert not any("at once" in name for name in names)
+
+
+def test_a_loop_that_runs_again_gives_what_is_read() -> None:
+    """Logits that are a result live still, so that a second run has no memory for them."""
+    net = Net(lambda m, x, y: (F.cross_entropy(z := m.head(x), y), z), head=head())
+    joint = trace(net, (rows(64, D), labels(64))).joint
+    [site, *_] = [one for one in sites(CHUNKED_LOSS, joint) if "again" in one.name]
+    found = estimate(
+        taken(joint, site), unit_time, no_workspace, fused=False, device="cpu", name="test"
+    )
+    before = found.joint.module.graph
+    steps = again_after_tangents(calls(before, ROWS)[0].name)(found.problem)
+
+    def rewritten() -> tuple[fx.Graph, fx.Node]:
+        graph = apply_plan(found, steps).module.graph
+        check_data_flow(before, graph, ())
+        return graph, next(one for one in calls(graph, ROWS) if RECOMPUTED in one.name)
+
+    graph, again = rewritten()
+    assert [V] in [list(one.shape[1:]) for one in calls(before, ROWS)[0].meta["val"]]
+    assert {tuple(one.shape) for one in again.meta["val"]} == {(64, 1)}
+    assert sorted(int(str(one.args[1])) for one in again.users) == list(
+        range(len(again.meta["val"]))
+    )
+    program = parse(str(again.args[2]))
+    again.update_arg(2, dump(replace(program, results=program.results[::-1])))
+    with pytest.raises(VerificationFailed, match="computed differently"):
+        check_data_flow(before, graph, ())
 
 
 @pytest.mark.parametrize("count", [1, 2, 15, 17, 33])

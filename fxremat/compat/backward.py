@@ -311,14 +311,33 @@ def when_freed(node: Any, call: Callable[[], object]) -> None:
 
 def when_backward_begins(node: Any, call: Callable[[], object]) -> None:
     """Have ``call()`` called when a backward comes to ``node``."""
+    when_gradients_come(node, lambda _: call())
+
+
+def when_gradients_come(node: Any, call: Callable[[Sequence[Any]], object]) -> None:
+    """Have ``call`` called with the gradients that a backward sends to ``node``, None: not sent."""
     hook: Any = partial(_before, call)
     hook.is_ours = True
     node.register_prehook(hook)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _before(call: Callable[[], object], _: object) -> None:
-    call()
+def _before(call: Callable[[Sequence[Any]], object], gradients: Sequence[Any]) -> None:
+    call(gradients)
+
+
+def results_of_node(results: object, node: Any) -> dict[int, int]:
+    """By the places of ``results`` of a compiled forward, where ``node`` gets their gradients.
+
+    Those that autograd sees as views of others are left out.
+    """
+    values: Iterable[object] = results if isinstance(results, (list, tuple)) else (results,)
+    with torch._C.DisableTorchFunctionSubclass():
+        return {
+            k: one.output_nr
+            for k, one in enumerate(values)
+            if isinstance(one, torch.Tensor) and one.grad_fn is node
+        }
 
 
 def when_backward_ends(node: Any, call: Callable[[], object]) -> None:

@@ -70,8 +70,9 @@ def version_of(draft: Draft, plan: Plan, shown: DryRun | None, request: Request)
         return planned_run(draft, plan, request).version
     parameters = request.inputs.parameters
     live = list(zip(shown.computed, shown.live_bytes, strict=True))
+    between = {TANGENTS, *(node.name for node in draft.joint.tangents)}  # what others hold then
     before, after = (
-        [nbytes for name, nbytes in half if name != TANGENTS]  # what others hold in between
+        [nbytes for name, nbytes in half if name not in between]
         for half in (live[: shown.forward_steps], live[shown.forward_steps :])
     )
     given = {node.name for node in _given(draft.joint, parameters)}

@@ -35,6 +35,15 @@ class Version:
         """All that counts, each the better the smaller."""
         return self.time_us, self.saved_bytes, self.forward_bytes, self.backward_bytes
 
+    def and_at_most(self, other: Version) -> Version:
+        """With the bytes of the other one where these are fewer."""
+        return Version(
+            self.time_us,
+            min(self.saved_bytes, other.saved_bytes),
+            min(self.forward_bytes, other.forward_bytes),
+            min(self.backward_bytes, other.backward_bytes),
+        )
+
 
 @dataclass(frozen=True)
 class StepPoint:

@@ -29,7 +29,7 @@ def unsent_results(
     computed = (isinstance(x, torch.Tensor) and x.requires_grad and not x.is_leaf for x in inputs)
     if not ends_model and any(computed):
         return ()
-    results = _results(gm)
+    results = results_of(gm)
     trained = [k for k, one in enumerate(results) if _needs_gradient(one)]
     losses = [k for k in trained if _is_number(results[k])]
     return tuple(k for k in trained if k not in losses) if losses else ()
@@ -37,12 +37,12 @@ def unsent_results(
 
 def gives_loss(gm: fx.GraphModule) -> bool:
     """Whether a result of a Dynamo graph is a loss: one number that needs a gradient."""
-    return any(_needs_gradient(one) and _is_number(one) for one in _results(gm))
+    return any(_needs_gradient(one) and _is_number(one) for one in results_of(gm))
 
 
 def trained_results(gm: fx.GraphModule) -> list[torch.Tensor]:
     """The results of a Dynamo graph that need a gradient, without memory."""
-    return [one.meta["example_value"] for one in _results(gm) if _needs_gradient(one)]
+    return [one.meta["example_value"] for one in results_of(gm) if _needs_gradient(one)]
 
 
 def written_inputs(gm: fx.GraphModule) -> tuple[int, ...]:
@@ -67,7 +67,8 @@ def written_inputs(gm: fx.GraphModule) -> tuple[int, ...]:
     )
 
 
-def _results(gm: fx.GraphModule) -> list[Any]:
+def results_of(gm: fx.GraphModule) -> list[Any]:
+    """What a Dynamo graph returns."""
     (given,) = gm.graph.output_node().args
     return list(given) if isinstance(given, (list, tuple)) else [given]
 
@@ -85,7 +86,7 @@ def detach_results(gm: fx.GraphModule, which: Sequence[int]) -> fx.GraphModule:
     """The graph, whose results at these places need no gradient any more."""
     if not which:
         return gm
-    output, results = gm.graph.output_node(), _results(gm)
+    output, results = gm.graph.output_node(), results_of(gm)
     with gm.graph.inserting_before(output):
         for k in which:
             results[k] = gm.graph.call_method("detach", (results[k],))

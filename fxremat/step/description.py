@@ -21,6 +21,7 @@ from fxremat.core.step import (
     Interface,
     Step,
     StepPoint,
+    Version,
     first_first,
     in_order,
     last_first,
@@ -128,7 +129,7 @@ class StepDescription:
         found = False
         for part, own in enumerate(self.parts):
             more = tuple(one for one in own.compiled if one not in own.offers)
-            if more and not any(run in self.fixed for run in self.runs_of(part)):
+            if more and self._is_open(part):
                 self.offer(part, (*own.offers, *more))
                 found = True
         return found
@@ -147,14 +148,17 @@ class StepDescription:
         versions = (tuple(offer.version for offer in part.offers) for part in self.parts)
         return Step(self.points, self.part_of, tuple(versions))
 
-    def make_exact(self, chosen: Sequence[int], limit_bytes: int) -> bool:
+    def make_exact(
+        self, chosen: Sequence[int], limit_bytes: int, without: int | None = None
+    ) -> bool:
         """Have versions offered with what they really take, where their graph is at hand.
 
-        ``chosen`` is the version of each run; each is planned under so many bytes. Whether none was
-        refused: what one that is refused takes is only guessed then.
+        ``chosen`` is the version of each run; each is planned under so many bytes, those of the
+        part ``without`` not. Whether none was refused: what one that is refused takes is only
+        guessed then.
         """
-        planned = True
-        for part, version in sorted({(part, chosen[k]) for k, part in enumerate(self.part_of)}):
+        planned, runs = True, [(part, chosen[k]) for k, part in enumerate(self.part_of)]
+        for part, version in sorted({one for one in runs if one[0] != without}):
             if part == 1 and self.followers_given is not None:
                 part = 0  # those blocks take versions of this part
             plan, offers = self.planners.get(part), list(self.parts[part].offers)
@@ -213,16 +217,66 @@ class StepDescription:
         unused = max(0, taken.nbytes - self.step().peak_bytes(chosen))
         return LeastVersions(chosen, budget.least_for(taken.nbytes), unused)
 
+    def surely(
+        self, part: int, chosen: Sequence[int], limit_bytes: int
+    ) -> tuple[Step, planner.Chosen] | None:
+        """Versions that were counted for all other parts, which fit beside those chosen for one.
+
+        What is planned may be too little: the code of graphs that are compiled later takes more.
+        None where those that were counted, or are compiled, do not fit, or a part has none.
+        """
+        step = self.step()
+        others = [own for own in range(len(self.parts)) if own != part and self._is_open(own)]
+        counted = {own: self._counted(own) for own in others}
+        if not all(counted.values()):
+            return None
+        versions = (counted.get(own, each) for own, each in enumerate(step.versions))
+        sure, of_run = replace(step, versions=tuple(versions)), list(chosen)
+        for run, own in enumerate(self.part_of):
+            of_run[run] = self.fixed.get(run, 0 if own in counted else chosen[run])
+
+        def peak(own: int, version: int) -> int:
+            with_it = [version if self.part_of[k] == own else one for k, one in enumerate(of_run)]
+            return sure.peak_bytes(with_it)
+
+        for own, each in counted.items():
+            best = min(range(len(each)), key=partial(peak, own))
+            for run in self.runs_of(own):
+                of_run[run] = best
+        return (sure, tuple(of_run)) if sure.peak_bytes(of_run) <= limit_bytes else None
+
+    def _is_open(self, part: int) -> bool:
+        """Whether the versions of a part are still to be chosen."""
+        return not any(run in self.fixed for run in self.runs_of(part))
+
+    def _counted(self, part: int) -> tuple[Version, ...]:
+        """The versions of a part that were counted in a dry run, those of least bytes first."""
+        own = self.parts[part]
+        found = [one.version for one in (*own.offers, *own.compiled) if one.exact]
+        return tuple(sorted(found, key=lambda one: one.saved_bytes))
+
+    def know_others(self, part: int, limit_bytes: int) -> None:
+        """Have enough versions of the other parts counted before one of these is compiled."""
+        for _ in range(DRY_RUNS):
+            chosen, before = planner.fastest(self.step(), limit_bytes), self.step()
+            if chosen is None or self.surely(part, chosen, limit_bytes) is not None:
+                return
+            self.make_exact(chosen, limit_bytes, without=part)
+            if self.step() == before:
+                return  # they are counted, or their graphs are not at hand
+
     def widen(self, part: int, chosen: Sequence[int], limit_bytes: int) -> bool:
         """Offer the chosen versions of a part with all that the rest leaves; whether that is more.
 
         Versions that are compiled stay, and so do those that keep everything.
         """
-        found = False
+        found, sure = False, self.surely(part, chosen, limit_bytes)
         for version in sorted({chosen[run] for run in self.runs_of(part)}):
             offers, step = list(self.parts[part].offers), self.step()
             fastest = min(one.version.time_us for one in offers)
             most = step.widest(part, version, chosen, limit_bytes)
+            if sure is not None:
+                most = most.and_at_most(sure[0].widest(part, version, sure[1], limit_bytes))
             keeps = offers[version].exact or offers[version].version.time_us <= fastest
             if keeps or most == offers[version].version:
                 continue

@@ -63,6 +63,7 @@ from fxremat.runtime.unsent_gradients import (
 )
 from fxremat.step.description import StepDescription
 from fxremat.step.promise import Observed, Promise, RunVersions, Tensors
+from fxremat.step.sent_gradients import SentGradients
 from fxremat.step.versions import Offer, Part, part_on_all_ranks
 from fxremat.version import build
 
@@ -109,32 +110,43 @@ class Graph:
     """Told what the search found, where it is only planned."""
     joint: Joint | None = None
     """Its joint graph, once it was traced to plan it."""
-    unsent: tuple[int, ...] = ()
-    """Results that are compiled as if nobody sent a gradient for them."""
+    gradients: SentGradients = field(default_factory=SentGradients)
+    """What is known of those that are sent for its results."""
     written: tuple[int, ...] = ()
-    """Inputs that are copied before each run, to run it again should a gradient come for these."""
-    was_sent: bool = False
-    """Whether one came for these in the last step."""
+    """Inputs that are copied before each run, to run it again should a gradient come late."""
+
+    @property
+    def unsent(self) -> tuple[int, ...]:
+        """Results that are compiled as if nobody sent a gradient for them."""
+        return self.gradients.left_out
+
+    @property
+    def may_leave_out(self) -> bool:
+        """Whether a gradient that nobody sends may be left out.
+
+        Gradients that the graph adds up or sends to the host itself are known to it alone.
+        """
+        tensors = [x for x in self.inputs if isinstance(x, torch.Tensor)]
+        inside = any(is_host(x) or accumulation.will_be_added(x) for x in tensors)
+        limited = self.options.memory_budget is not None and self.needs_gradients
+        return limited and not inside and not is_a_rank()
 
     def leave_out_unsent(self) -> None:
         """Compile it without gradients for what it returns beside a loss."""
-        # Gradients that the graph adds up or sends to the host itself are known to it alone.
-        tensors = [x for x in self.inputs if isinstance(x, torch.Tensor)]
-        inside = any(is_host(x) or accumulation.will_be_added(x) for x in tensors)
-        if self.options.memory_budget is None or not self.needs_gradients or inside or is_a_rank():
+        if not self.may_leave_out:
+            self.gradients.is_settled = True
             return
         modules = {id(unwrapped(one)) for one in calling_modules()}
         ends_model = not self.goes_on and len(modules) == 1
-        self.unsent = unsent_results(self.kept, self.inputs, ends_model=ends_model)
+        self.gradients.left_out = unsent_results(self.kept, self.inputs, ends_model=ends_model)
         self.written = written_inputs(self.kept) if self.unsent else ()
 
-    def sends_more(self) -> bool:
-        """Whether one came in the last step: from now on it is compiled with all gradients."""
-        more = self.was_sent and bool(self.unsent)
-        self.was_sent = False
-        if more:
-            self.unsent, self.written, self.joint = (), (), None
-        return more
+    def sends_otherwise(self, limit_bytes: int | None) -> bool:
+        """Whether the last step has shown that it is to be compiled with other gradients."""
+        if not self.gradients.changes(self.kept, limit_bytes):
+            return False
+        self.written, self.joint = written_inputs(self.kept) if self.unsent else (), None
+        return True
 
     @property
     def device(self) -> torch.device:
@@ -186,13 +198,13 @@ class Graph:
         return detach_results(copy_module(self.kept) if gm is None else gm, self.unsent)
 
     def _is_sent(self) -> None:
-        if self.unsent and not self.was_sent:
+        if self.unsent and not self.gradients.late:
             log.warning(SENT)
-        self.was_sent = True
+        self.gradients.late = True
 
     def _compile_all(self) -> Callable[..., Any]:
         """The whole graph, with the gradients that were left out: one was sent, unexpectedly."""
-        whole = replace(self, gm=None, joint=None, unsent=(), written=(), ranks=())
+        whole = replace(self, gm=None, joint=None, gradients=SentGradients(), written=(), ranks=())
         unlimited = replace(self.options, memory_budget=None)
         return whole.compile(request_for(self.inputs, unlimited)).call
 
@@ -285,7 +297,10 @@ class Graph:
                 kept.keep(question, to_data(part))
             return part
 
-        return with_less_after_faults(request, offered, self._described)
+        part = with_less_after_faults(request, offered, self._described)
+        own = part.interface
+        held = own.given if self.unsent else 0  # to run again, who holds a result holds that
+        return replace(part, interface=replace(own, results=own.results + held))
 
     def _question(self, request: Request, count: int) -> Question:
         """All that the versions depend on which so many runs at once may take."""
@@ -319,7 +334,9 @@ class Graph:
         self, gm: fx.GraphModule, inputs: Sequence[Any], request: Request, count: int
     ) -> Part:
         """The same of another graph, with the options of this one."""
-        other = replace(self, gm=None, kept=gm, inputs=inputs, unsent=(), written=())
+        other = replace(
+            self, gm=None, kept=gm, inputs=inputs, gradients=SentGradients(), written=()
+        )
         return other.as_part(request, count)
 
     def _trace(self, partitioner: Partitioner, partition: Callable[..., Any]) -> Callable[..., Any]:
@@ -410,6 +427,9 @@ class SharingGraph(Protocol):
     def set_aside(self, between: int, held: int, *, remembered: bool = True) -> None: ...
     def part(self) -> Part: ...
     def plan_version(self, offer: Offer, limit_bytes: int) -> Report: ...
+    def sends_otherwise(self) -> bool: ...
+    @property
+    def gradients(self) -> SentGradients: ...
     def compiled(self) -> RunVersions | None: ...
     def renewed(self, args: Iterable[object]) -> RunVersions | None: ...
     def compiled_for(self, count: int) -> RunVersions: ...

@@ -22,8 +22,10 @@ from fxremat.compat.backward import (
     hooks_on_what_is_saved,
     node_of_forward,
     node_of_results,
+    results_of_node,
     when_backward_ends,
     when_backward_starts,
+    when_gradients_come,
 )
 from fxremat.compat.tensors import is_fake
 from fxremat.core.layout import NOWHERE, StepLayout
@@ -119,6 +121,9 @@ class _WatchedRuns:
         if whole is not None and scope.watch is not None and not scope.watch.is_over:
             when_backward_starts(scope.given.see_behind)
             when_backward_ends(whole, partial(scope.end, promise))
+            if self.graph is not None:
+                see = partial(self.graph.gradients.see, results_of_node(results, whole))
+                when_gradients_come(whole, see)
         node = node_of_forward(results, before)
         if node is None and whole is not None:
             batch = [one for one in args if not isinstance(one, nn.Parameter)]

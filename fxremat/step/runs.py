@@ -39,6 +39,7 @@ from fxremat.step.context import Surroundings, first_description
 from fxremat.step.description import LeastVersions, StepDescription, lowest_ways, summary
 from fxremat.step.graph import CompiledVersion, Graph, NoBackward, Place, Role, Taken
 from fxremat.step.promise import MadeVersions, Observed, Promise, RunVersions, Tensors
+from fxremat.step.sent_gradients import SentGradients
 from fxremat.step.versions import Offer, Part, version_in, version_refused, with_compiled
 
 log = logging.getLogger(__name__)
@@ -155,9 +156,6 @@ class GraphInStep:
 
     def renewed(self, args: Iterable[object]) -> RunVersions | None:
         """Other versions, where the step has changed since these were chosen; else None."""
-        if self.graph.sends_more():
-            self.where.scope.due |= self.role.described is not None
-            self.known, self.looked, self.role = {}, None, Role(is_due=True)
         if self.role.is_due or self._see_gradients(args):
             return self._planned_again()
         alone = self.role.described is None and self.taken.count == 1 and not self.graph.ranks
@@ -166,6 +164,21 @@ class GraphInStep:
             return None  # as planned, or about to be planned with the others
         self.taken.parameters = known
         return self._beside_more(args)
+
+    @property
+    def gradients(self) -> SentGradients:
+        """What is known of those that are sent for its results."""
+        return self.graph.gradients
+
+    def sends_otherwise(self) -> bool:
+        """Whether it is another part of its step: its results are sent more gradients, or fewer.
+
+        One that is alone is planned again when it begins.
+        """
+        if not self.graph.sends_otherwise(self.request.budget.limit):
+            return False
+        self.known, self.looked, self.role.is_due = {}, None, True
+        return self.role.described is not None
 
     @property
     def takes_time(self) -> bool:
@@ -186,7 +199,9 @@ class GraphInStep:
 
     def set_aside(self, between: int, held: int, *, remembered: bool = True) -> None:
         """Have it planned again with so many bytes more, or fewer, beside it."""
-        if self.graph.was_sent:  # what the step took was for a gradient that none had expected
+        if (
+            self.graph.gradients.late
+        ):  # what the step took was for a gradient that none had expected
             return
         self._hold(held)
         if remembered:
@@ -342,6 +357,7 @@ class GraphInStep:
         described.see_between(self.observed.between)
         choose = planner.saving_least if self.saves_least else planner.fastest
         aim = budget = self.request.budget.for_step
+        described.know_others(self.role.index, budget)
         if not self.saves_least and (found := self._with_what_is_left(described)):
             return self._settled(described, found)
         failed, ways = set[planner.Chosen](), lowest_ways(self.request.budget)

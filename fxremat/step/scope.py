@@ -300,6 +300,8 @@ class BudgetScope:
         graphs = {graph for one in self.last if (graph := one.graph()) is not None}
         for graph in graphs:
             graph.role.runs_alone = len(graphs) == 1
+        for graph in list(self.graphs):
+            self.due |= graph.sends_otherwise()
         self._use_what_is_left()
         self._see_gradients(graphs)
         self._see_beside()

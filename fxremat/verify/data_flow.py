@@ -13,11 +13,13 @@ of a call of ``rows`` are no part of what it computes; its results have to lie a
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx
+from torch.fx.node import map_aggregate
 
 from fxremat import runtime
 from fxremat.compat.joint_graph import is_tangent
@@ -25,6 +27,7 @@ from fxremat.compat.tensors import fake_mode_of
 from fxremat.errors import VerificationFailed
 from fxremat.runtime import accumulated, arrived, settle
 from fxremat.runtime.chunks.operator import ROWS
+from fxremat.runtime.chunks.program import Ref, parse
 from fxremat.verify.predicates import (
     forms_of,
     is_fetch,
@@ -102,9 +105,34 @@ class Numbering:
                 found.of[node] = self.number(("wait", node.name))
             elif self.only_moves(node):
                 found.of[node] = found.of[node.args[0]]
+            elif node.target is operator.getitem and node.args[0].target is ROWS:
+                found.of[node] = self.result_of_rows(node.args[0], node.args[1], found)
             elif node.op == "call_function":
                 self.call(node, found, mutated)
         return found
+
+    def result_of_rows(self, call: fx.Node, place: int, found: ReadGraph) -> int:
+        """The number of one result of a call of ``rows``, by the instructions that it comes from.
+
+        So it has the same one where the call gives fewer results.
+        """
+        given: Any = call.args
+        rows, whole, text, *sizes = given
+        program = parse(text)
+        inputs = [self.arguments(one, found) for one in (*rows, *whole)]
+        of = [self.number(("input", one)) for one in inputs]
+
+        def numbered(one: Any) -> Any:
+            return ("value", of[one.number]) if isinstance(one, Ref) else one
+
+        for one in program.loop:  # each reads what stands before it
+            read = map_aggregate((one.args, dict(one.kwargs)), numbered)
+            meant = (one.op, repr(read), one.kind, one.row_shape, one.dtype)
+            of.append(self.number(("instruction", *meant)))
+        ignored: Any = program.ignored
+        if ignored is not None:
+            ignored = (ignored.label, ignored.number, ignored.inputs, ignored.results[place])
+        return self.number((ROWS, of[program.results[place]], *inputs, ignored, *sizes))
 
     def call(self, node: fx.Node, found: ReadGraph, mutated: frozenset[fx.Node]) -> None:
         args = self.arguments((node.args, _meant(node)), found)

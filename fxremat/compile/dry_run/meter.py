@@ -300,10 +300,10 @@ class CodeMeter(Meter[_Buffer]):
             others.dropped.append(Dropped(name, size, now))
 
     def record(self, nbytes: int, buffer: str) -> None:
-        """So many bytes are live, while the buffer is made."""
+        """So many bytes are live, while the buffer is made, or what comes is given its name."""
         line = (self.code.line() if self.code is not None else None) or 0
         self.live_bytes.append(nbytes)
-        origins = self.code.generated.origin_of if self.code is not None else {}
+        origins = self.code.generated.origin_of if self.code is not None else {buffer: buffer}
         self.computed.append(origins.get(buffer, ""))
         if nbytes > self.peak:
             self.peak = nbytes

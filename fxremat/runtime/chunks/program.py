@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from math import prod
 from typing import Any, Literal, TypeVar
@@ -144,6 +144,23 @@ class Program:
         """The same program with other numbers for its values, and for so many inputs."""
         loop = tuple(one.renumbered(number) for one in self.loop)
         return Program(num_rows, num_whole, loop, tuple(map(number, self.results)))
+
+    def giving(self, places: Sequence[int]) -> Program:
+        """The program of the results at these places alone, for the same inputs."""
+        results = [self.results[place] for place in places]
+        needed, left = set[int](), list(results)
+        while left:
+            one = self.instruction(number := left.pop())
+            if one is not None and number not in needed:
+                needed.add(number)
+                left += one.reads
+        numbers = [*range(self.first), *sorted(needed)]
+        number_of = {old: new for new, old in enumerate(numbers)}.__getitem__
+        loop = tuple(self[old].renumbered(number_of) for old in numbers[self.first :])
+        ignored = self.ignored
+        if ignored is not None:
+            ignored = replace(ignored, results=tuple(ignored.results[place] for place in places))
+        return replace(self, loop=loop, results=tuple(map(number_of, results)), ignored=ignored)
 
 
 def with_values(thing: Any, value: Callable[[int], Any], rows: int) -> Any:
