@@ -19,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from fxremat.compat.absent.attention import for_capability
-from fxremat.compat.absent.eager import has_kernel
+from fxremat.compat.absent.autocast import has_kernel
 from fxremat.compat.absent.pretending import CUDA, Properties, pretending
 from fxremat.compat.compilers import (
     in_fake_mode_of,
