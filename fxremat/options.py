@@ -306,15 +306,3 @@ def list_options() -> list[OptionRow]:
         )
         for row in fields(Options)
     ]
-
-
-def options_table() -> str:
-    """All options as a Markdown table, ``FXREMAT_DISABLE`` in its last row."""
-    head = ["| option | type | default | environment variable | meaning |", "|---|---|---|---|---|"]
-    rows = [
-        f"| `{row.name}` | {row.type} | {row.default} | {row.variable and f'`{row.variable}`'} "
-        f"| {row.doc} |"
-        for row in list_options()
-    ]
-    last = f"| | bool | 0 | `{DISABLE_VARIABLE}` | Compile with plain Inductor, without fxremat. |"
-    return "\n".join([*head, *rows, last])

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.guide import options_table
 from fxremat.errors import InvalidOption, UnknownOption
 from fxremat.option_values import machine_memory_bytes
 from fxremat.options import (
     Options,
     disabled,
     list_options,
-    options_table,
     parse_options,
 )
 from tests.conftest import Golden
