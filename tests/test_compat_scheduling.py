@@ -41,7 +41,6 @@ from fxremat.compat.measuring import (
     profiler_memory_events,
     profiler_runs,
     random_state_kept,
-    recorded_allocations,
 )
 from fxremat.compat.tensors import (
     EMPTY,
@@ -385,22 +384,6 @@ def test_random_state_kept() -> None:
     with random_state_kept():
         torch.rand(10)
     assert torch.equal(torch.rand(2), expected)
-
-
-def test_recording_ends_also_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    log: list[Any] = []
-    names = torch.cuda.memory
-    assert all(hasattr(names, name) for name in ("_record_memory_history", "_snapshot"))
-    monkeypatch.setattr(names, "_record_memory_history", lambda **given: log.append(given))
-    monkeypatch.setattr(names, "_snapshot", lambda device: {"segments": [*log]})
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: log.append("idle"))
-    gpu = torch.device("cuda", 0)
-    snapshot = recorded_allocations(lambda: log.append("run"), gpu)
-    assert snapshot["segments"][1:] == ["run", "idle"]
-    assert log[3:] == [{"enabled": None}]
-    with pytest.raises(ZeroDivisionError):
-        recorded_allocations(lambda: 1 // 0, gpu)
-    assert log[-1] == {"enabled": None}
 
 
 # --- placement ----------------------------------------------------------------------------
