@@ -129,21 +129,6 @@ def signature(gm: fx.GraphModule, inputs: Sequence[Any]) -> str:
     return digest(gm.code, sizes_of(inputs))
 
 
-def seen_as(gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[Any, int]:
-    """The step in which a graph was seen, and which part it is there; None and 0 if in none."""
-    if not STATE.seen:
-        return None, 0
-    return STATE.seen.get(signature(gm, inputs), (None, 0))
-
-
-def seen_in(part: nn.Module | None) -> tuple[Any, int]:
-    """The step in which another graph of this module was seen; None and 0 if in none.
-
-    Code may look at what it is given, and a tensor without memory cannot show that.
-    """
-    return (None, 0) if part is None else STATE.seen_parts.get(part, (None, 0))
-
-
 def store(key: str, report: Report) -> None:
     """Keep a report for the time when a cache answers instead of us; if there is room for it."""
     write_whole(store_path(key), json.dumps(to_data(report)))
