@@ -137,12 +137,9 @@ def low_precision() -> Iterator[Callable[[Tensor], Tensor]]:
         yield lambda x: _cast(x, low) if is_on else x
 
 
-@contextmanager
-def _off() -> Iterator[None]:
-    with torch._C._ExcludeDispatchKeyGuard(
-        torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, _KEY))
-    ):
-        yield
+def _off() -> Any:
+    key = getattr(torch._C.DispatchKey, _KEY)
+    return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key))
 
 
 def _in_type(
