@@ -52,7 +52,6 @@ from fxremat.compat.tensors import (
     storage_number,
     storage_uses,
     tensor_over,
-    write_over,
 )
 from tests.compat_graphs import ATEN, half, shared
 from tests.graphs import Net, batch
@@ -408,7 +407,7 @@ def test_a_tensor_over_bytes_of_a_block(dtype: torch.dtype) -> None:
     assert not one.is_inference()
     assert one.untyped_storage().nbytes() == 1024
     assert one.data_ptr() == block.data_ptr() + 1024
-    write_over(block, 1024, 2048, 1)
+    block[1024:2048].fill_(1)
     uses = storage_uses(storage_number(block.untyped_storage()))
     del block
     one.fill_(1)

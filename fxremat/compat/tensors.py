@@ -283,12 +283,6 @@ def tensor_over(
         return made
 
 
-def write_over(block: torch.Tensor, begin: int, end: int, byte: int) -> None:
-    """Write ``byte`` all over these bytes of ``block``."""
-    with _plain():
-        block[begin:end].fill_(byte)
-
-
 def allocate_in_pool(pool: Any, device: torch.device) -> None:
     """What this thread allocates on a GPU comes from a `torch.cuda.MemPool` from now on."""
     cuda: Any = torch._C
