@@ -114,8 +114,6 @@ def _kernel(name: str) -> Callable[..., Any] | None:
         return lambda *args, **kwargs: _in_type(op, _low_type(), args, kwargs)
     if base in _FLOAT:
         return lambda *args, **kwargs: _in_type(op, torch.float32, args, kwargs)
-    if base == "norm":
-        return lambda *args, **kwargs: _norm(op, args, kwargs)
     if base in _FLOAT_RESULT:
         return lambda *args, **kwargs: _with_float_result(op, args, kwargs)
     if base in _WIDEST:
@@ -159,36 +157,21 @@ def _is_eligible(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64
 
 
-def _with_float_result(op: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
-    wanted = dict(kwargs)
-    if _is_eligible(args[0]) and wanted.get("dtype") is None and not _has_type(op, args):
-        wanted["dtype"] = torch.float32
+def _with_float_result(op: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """Where no type is asked for; overloads of ``norm`` without a type have one with it."""
+    known = op._schema.arguments
+    given = {one.name: one.default_value for one in known if one.has_default_value()}
+    given |= {**dict(zip((one.name for one in known), args, strict=False)), **kwargs}
+    typed = op if any(one.name == "dtype" for one in known) else _TYPED_NORMS.get(op)
     with _off():
-        return op(*args, **wanted)
-
-
-def _has_type(op: Any, args: Any) -> bool:
-    """Whether a type is asked for by position, as in ``softmax(x, 1, torch.float16)``."""
-    names = [argument.name for argument in op._schema.arguments]
-    place = names.index("dtype") if "dtype" in names else len(args)
-    return place < len(args) and args[place] is not None
-
-
-def _norm(op: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """Its overloads without a type have one with it."""
-    typed = _TYPED_NORMS.get(op._overloadname)
-    with _off():
-        if typed is None or not _is_eligible(args[0]):
+        if typed is None or not _is_eligible(args[0]) or given.get("dtype") is not None:
             return op(*args, **kwargs)
-        names = [argument.name for argument in op._schema.arguments]
-        defaults = {a.name: a.default_value for a in op._schema.arguments if a.has_default_value()}
-        given = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
-        return typed(**given, dtype=torch.float32)
+        return typed(**{**given, "dtype": torch.float32})
 
 
 _TYPED_NORMS = {
-    "Scalar": torch.ops.aten.norm.ScalarOpt_dtype,
-    "ScalarOpt_dim": torch.ops.aten.norm.ScalarOpt_dim_dtype,
+    torch.ops.aten.norm.Scalar: torch.ops.aten.norm.ScalarOpt_dtype,
+    torch.ops.aten.norm.ScalarOpt_dim: torch.ops.aten.norm.ScalarOpt_dim_dtype,
 }
 
 
