@@ -30,7 +30,6 @@ class Given:
     value: object
     variable: str | None
     device_total_bytes: int | None
-    solvers: tuple[str, ...] | None
 
     def refuse(self, expected: str, choices: Iterable[str] = ()) -> InvalidOption:
         """The error to raise; ``expected`` completes the sentence "expected ..."."""
@@ -153,12 +152,9 @@ def read_count(given: Given) -> str:
 
 
 def read_solver(given: Given) -> str:
-    names = given.solvers
-    if names is None:
-        from fxremat.planner import SOLVERS  # lazily: solvers are not needed to read options
+    from fxremat.planner import SOLVERS  # lazily: solvers are not needed to read options
 
-        names = tuple(SOLVERS)
-    return read_choice(given, ("auto", *(name for name in names if name != "auto")))
+    return read_choice(given, tuple(dict.fromkeys(("auto", *SOLVERS))))
 
 
 def read_seconds(given: Given) -> float:

@@ -236,14 +236,12 @@ def parse_options(
     mapping: Mapping[str, Any] | None,
     *,
     device_total_bytes: int | None,
-    solvers: tuple[str, ...] | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> Options:
     """Check the options of a ``torch.compile`` call; raises `InvalidOption`.
 
     ``device_total_bytes`` is the memory of the accelerator, None on CPU: then a percentage is of
-    this machine's memory, and no budget is too large. ``solvers`` are the names that ``solver``
-    may have besides "auto", by default those of `fxremat.planner`.
+    this machine's memory, and no budget is too large.
     """
     mapping = {} if mapping is None else mapping
     environment = os.environ if environment is None else environment
@@ -257,7 +255,7 @@ def parse_options(
         text = environment.get(variable, "") if variable else ""
         if name in mapping or text.strip():
             value = mapping.get(name, text)
-            given = Given(name, value, variable, device_total_bytes, solvers)
+            given = Given(name, value, variable, device_total_bytes)
             read[name] = row.metadata["read"](given)
     return _checked_together(Options(**read))
 
@@ -281,7 +279,7 @@ def disabled(environment: Mapping[str, str] | None = None) -> bool:
     """Whether ``FXREMAT_DISABLE=1`` asks to compile as if fxremat were not there."""
     environment = os.environ if environment is None else environment
     text = environment.get(DISABLE_VARIABLE, "").strip()
-    return bool(text) and values.read_bool(Given("disable", text, DISABLE_VARIABLE, None, None))
+    return bool(text) and values.read_bool(Given("disable", text, DISABLE_VARIABLE, None))
 
 
 class OptionRow(NamedTuple):

@@ -94,7 +94,7 @@ def _rules(given: argparse.Namespace) -> Sequence[Any]:
     from fxremat.option_values import Given, read_variants
     from fxremat.passes.variants.table import ALL, rules_named
 
-    names = read_variants(Given("variants", given.variants, None, None, None))
+    names = read_variants(Given("variants", given.variants, None, None))
     return rules_named(names, allow_lossy=given.allow_lossy or (bool(names) and names != (ALL,)))
 
 
