@@ -50,10 +50,6 @@ RunPass = Callable[[Pass, fx.GraphModule], Changed]
 """Runs a pass on a graph; times and logs it, and checks its contract where that is asked for."""
 
 
-def _compiled(request: Request) -> bool:
-    return request.compiled
-
-
 @dataclass(frozen=True)
 class PassStep:
     """A step of the pipeline: what it does, what verifies it, and ``when`` it is asked for.
@@ -163,7 +159,7 @@ def _in_each_half(makes: Callable[[], Pass], verifier: Verifier | None = None) -
             run(makes(), half)
         return draft
 
-    return PassStep(run_on, verifier, _compiled)
+    return PassStep(run_on, verifier, lambda request: request.compiled)
 
 
 PREPARE = (
