@@ -15,13 +15,15 @@ from unittest import mock
 
 import torch
 from torch._subclasses import fake_tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch.optim import optimizer
 from torch.utils import _foreach_utils
 
 from fxremat.compat.absent.pretending import CUDA, always, fake_cuda
 from fxremat.compat.tensors import swappable
 
+READ: tuple[type[Exception], ...] = (DataDependentOutputException,)
+"""Raised where values are read that tensors without memory do not have."""
 _HERE = torch.device("cpu")
 _ATEN = torch.ops.aten
 Seen = Callable[[Any, Any, Any, Any], None]
