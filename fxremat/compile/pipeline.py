@@ -186,7 +186,7 @@ APPLY = (
     PassStep(split, verification.halves),
     _in_each_half(LayOutRows, verification.rows),
 )
-AS_TORCH = (PassStep(split_as_torch, verification.halves_of_torch),)
+AS_TORCH = (PassStep(split_as_torch, verification.halves),)
 DONATE = (PassStep(donate),)
 BEGIN = (_in_each_half(partial(CompileRows, waits=False)),)
 FINISH = (_in_each_half(CompileRows),)
