@@ -59,26 +59,24 @@ def cuda_autocast(supports_bfloat16: bool) -> Iterator[None]:
     precision, some in float32, some in the widest type of their operands. Which ops there are at
     all, torch's dispatcher says. Autocast for the CPU has no effect, as on the device.
     """
-    set_enabled, set_dtype = torch.set_autocast_enabled, torch.set_autocast_dtype
 
-    def enabled(*given: Any) -> None:
-        device, is_on = given if len(given) == 2 else ("cuda", *given)
-        if device != "cpu":
-            set_enabled(device, is_on)
-        if device == "cuda":
-            set_enabled("cpu", is_on)
+    def of_both(change: Callable[[str, Any], None]) -> Callable[..., None]:
+        def changed(*given: Any) -> None:
+            device, wanted = given if len(given) == 2 else ("cuda", *given)
+            if device != "cpu":
+                change(device, wanted)
+            if device == "cuda":
+                change("cpu", wanted)
 
-    def dtype(device: str, wanted: torch.dtype) -> None:
-        if device != "cpu":
-            set_dtype(device, wanted)
-        if device == "cuda":
-            set_dtype("cpu", wanted)
+        return changed
 
+    names = ("set_autocast_enabled", "set_autocast_dtype")
+    setters: Any = {name: of_both(getattr(torch, name)) for name in names}
     library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     try:
         _register(library)
         with (
-            mock.patch.multiple(torch, set_autocast_enabled=enabled, set_autocast_dtype=dtype),
+            mock.patch.multiple(torch, **setters),
             mock.patch.object(torch.cuda.amp.common, "amp_definitely_not_available", always(False)),
             mock.patch.object(torch.cuda, "is_bf16_supported", always(supports_bfloat16)),
         ):

@@ -128,6 +128,11 @@ class _KernelWriter:
     def device(self) -> torch.device:
         return self.inputs[0].device
 
+    @property
+    def by_comparison(self) -> bool:
+        """Whether one number a row is added where positions and index are equal."""
+        return self.device.type != "cpu"
+
     @functools.cached_property
     def memory(self) -> tuple[Memory, ...]:
         """What the kernel is given, each once."""
@@ -196,7 +201,7 @@ class _KernelWriter:
 
     def computed(self, one: Instruction, value: Callable[[int], torch.Tensor]) -> torch.Tensor:
         args, named = one.arguments(value, self.tile)
-        if self.device.type != "cpu" and one.op == "aten.scatter_add.default":
+        if self.by_comparison and one.op == "aten.scatter_add.default":
             into, dim, index, element = args
             if dim == 1 and into.dim() == 2 and index.shape[1:] == (1,):
                 # in one loop over all elements; at an index, a GPU would write, add, and read
