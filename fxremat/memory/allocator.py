@@ -3,19 +3,19 @@
 A request is rounded, then served by the smallest free block of its pool and stream that holds it.
 Where there is none, a segment is taken from the device. Source: torch 2.11 to 2.14,
 c10/cuda/CUDACachingAllocator.cpp (`malloc`, `get_free_block`, `alloc_block`, `alloc_found_block`,
-`free_block`, `release_block`).
+`free_block`).
 
-Not modelled: a device that is full, for which cached blocks would go back; blocks that wait for
+Not modelled: a cache that is emptied, as where a device is full; blocks that wait for
 another stream (record_stream), private pools of CUDA graphs, and the addresses that cudaMalloc
 chooses. What the CUDA context and libraries hold is no part of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from fxremat.core.events import Allocate, EmptyCache, Event, Free
+from fxremat.core.events import Allocate, Event, Free
 from fxremat.memory.allocator_blocks import Block, Device, ExpandableSegments, Pool
 from fxremat.memory.allocator_settings import (
     LARGEST_SMALL_BYTES,
@@ -51,14 +51,6 @@ class CachingAllocator:
         """The most that `reserved` has been."""
         return self._device.most_taken
 
-    def free_blocks(self) -> list[tuple[int, int, int, bool]]:
-        """Every free block: its stream, bytes, address, and whether it is of the small pool."""
-        return [
-            (block.stream, block.nbytes, block.address, pool.small)
-            for pool in (self._small, self._large)
-            for block in pool.free_blocks()
-        ]
-
     def allocate(self, nbytes: int, stream: int = 0) -> int:
         """The address of a block for ``nbytes``; 0, and no block, for none."""
         if nbytes <= 0:
@@ -93,15 +85,6 @@ class CachingAllocator:
         self.requested -= block.requested
         block.allocated = False
         pool.add(pool.merge(block))
-
-    def empty_cache(self) -> None:
-        """Gives back every segment, and every page, that holds no block in use."""
-        for pool in (self._large, self._small):
-            for block in pool.free_blocks():
-                if block.space is None and not block.is_split:
-                    pool.remove(block)
-                    self._device.take(-block.nbytes)
-            self._expandable.release(pool)
 
     def _may_serve(self, free: int, rounded: int) -> bool:
         """Whether oversize blocks, which are not split, are kept for requests of their size."""
@@ -144,12 +127,12 @@ class Usage:
     peak_requested_bytes: int
 
 
-def apply_events(allocator: CachingAllocator, events: Iterable[Event]) -> Iterator[None]:
-    """Applies one event after the other, yielding after each.
+def replay(events: Iterable[Event], settings: AllocatorSettings | None = None) -> Usage:
+    """The peaks of a trace that starts with an empty allocator, and never empties its cache.
 
     Raises `ValueError` for a name that is allocated twice, or freed without being allocated.
     """
-    address_of: dict[str, int] = {}
+    allocator, address_of = CachingAllocator(settings), dict[str, int]()
     for step, event in enumerate(events):
         match event:
             case Allocate(name, nbytes, stream):
@@ -160,19 +143,6 @@ def apply_events(allocator: CachingAllocator, events: Iterable[Event]) -> Iterat
                 if name not in address_of:
                     raise ValueError(f"event {step} frees {name!r}, which is not allocated")
                 allocator.free(address_of.pop(name))
-            case EmptyCache():
-                allocator.empty_cache()
-        yield
-
-
-def replay(events: Iterable[Event], settings: AllocatorSettings | None = None) -> Usage:
-    """The peaks of a trace that starts with an empty allocator.
-
-    Raises `ValueError` as `apply_events` does.
-    """
-    allocator = CachingAllocator(settings)
-    for _ in apply_events(allocator, events):
-        pass
     return Usage(
         allocator.peak_allocated_bytes,
         allocator.peak_reserved_bytes,

@@ -168,9 +168,8 @@ class ExpandableSegments:
 
     Each is one range of addresses for a pool and a stream, mapped page by page. New memory goes to
     the lowest addresses at which the request has room in free blocks and unmapped pages side by
-    side, so that holes are filled first. Where the cache is emptied, every page that no block
-    touches is unmapped. Source: torch, c10/cuda/CUDACachingAllocator.cpp (`ExpandableSegment`,
-    `find_expandable_block`, `map_block`, `unmap_block`).
+    side, so that holes are filled first. Source: torch, c10/cuda/CUDACachingAllocator.cpp
+    (`ExpandableSegment`, `find_expandable_block`, `map_block`).
     """
 
     device: Device
@@ -187,12 +186,6 @@ class ExpandableSegments:
             block = self._map(pool, hole, min(hole.nbytes, nbytes - block.nbytes))
         pool.remove(block)
         return block
-
-    def release(self, pool: Pool) -> None:
-        """Unmaps each page of ``pool`` that lies in a free block."""
-        for block in pool.free_blocks():
-            if block.space is not None:
-                self._unmap(pool, block, block.space)
 
     def _lowest_room(self, pool: Pool, stream: int, nbytes: int) -> Block | None:
         """Where ``nbytes`` fit at the lowest address; a free block before unmapped pages counts."""
@@ -225,23 +218,3 @@ class ExpandableSegments:
         block = pool.merge(hole)
         pool.add(block)
         return block
-
-    def _unmap(self, pool: Pool, block: Block, space: AddressSpace) -> None:
-        """Takes the memory from the pages that lie in ``block`` whole; the rest stays free."""
-        end = block.address + block.nbytes - space.address
-        first = round_up(block.address - space.address, space.page)
-        removed = end // space.page * space.page - first
-        if removed <= 0:
-            return
-        pool.remove(block)
-        before = space.address + first - block.address
-        if before > 0:
-            head, block = block, block.cut(before)
-            pool.add(head)
-        if removed < block.nbytes:
-            pool.add(block.cut(removed))
-        self.device.take(-removed)
-        block.mapped = False
-        block = pool.merge(block)
-        if block.is_split:
-            pool.add(block)
