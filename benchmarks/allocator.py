@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 
 from fxremat.core.events import Allocate, EmptyCache, Event, Free
 from fxremat.memory.allocator import CachingAllocator
-from fxremat.memory.allocator_blocks import AddressSpace, Block, Device, Pool
+from fxremat.memory.allocator_blocks import Block, Device, Pool
 from fxremat.memory.allocator_settings import round_up
 
 
@@ -22,19 +22,20 @@ class Allocator(CachingAllocator):
         return [
             (block.stream, block.nbytes, block.address, pool.small)
             for pool in (self._small, self._large)
-            for block in pool.free_blocks()
+            for block in _free_in(pool)
         ]
 
     def empty_cache(self) -> None:
         """Gives back every segment, and every page, that holds no block in use."""
         for pool in (self._large, self._small):
-            for block in pool.free_blocks():
-                if block.space is None and not block.is_split:
+            for block in _free_in(pool):
+                is_split = block.before is not None or block.after is not None
+                if block.page is None and not is_split:
                     pool.remove(block)
                     self._device.take(-block.nbytes)
-            for block in pool.free_blocks():
-                if block.space is not None:
-                    _unmap(self._device, pool, block, block.space)
+            for block in _free_in(pool):
+                if block.page is not None:
+                    _unmap(self._device, pool, block, block.page)
 
 
 def apply_events(allocator: Allocator, events: Iterable[Event]) -> Iterator[None]:
@@ -51,22 +52,25 @@ def apply_events(allocator: Allocator, events: Iterable[Event]) -> Iterator[None
         yield
 
 
-def _unmap(device: Device, pool: Pool, block: Block, space: AddressSpace) -> None:
+def _free_in(pool: Pool) -> list[Block]:
+    """All free blocks by stream, size and address."""
+    return [row[2] for stream in sorted(pool._free) for row in pool._free[stream]]
+
+
+def _unmap(device: Device, pool: Pool, block: Block, page: int) -> None:
     """Takes the memory from the pages that lie in ``block`` whole; the rest stays free."""
-    end = block.address + block.nbytes - space.address
-    first = round_up(block.address - space.address, space.page)
-    removed = end // space.page * space.page - first
+    first = round_up(block.address, page)
+    removed = (block.address + block.nbytes) // page * page - first
     if removed <= 0:
         return
     pool.remove(block)
-    before = space.address + first - block.address
-    if before > 0:
-        head, block = block, block.cut(before)
+    if first > block.address:
+        head, block = block, block.cut(first - block.address)
         pool.add(head)
     if removed < block.nbytes:
         pool.add(block.cut(removed))
     device.take(-removed)
     block.mapped = False
     block = pool.merge(block)
-    if block.is_split:
+    if block.before is not None or block.after is not None:
         pool.add(block)

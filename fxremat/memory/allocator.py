@@ -109,7 +109,7 @@ def _best_fit(pool: Pool, stream: int, rounded: int) -> Block | None:
     """
     fitting = pool.at_least(stream, rounded)
     best = next(fitting, None)
-    if best is None or best.space is None:
+    if best is None or best.page is None:
         return best
     for block in fitting:
         if block.reach >= best.reach:
