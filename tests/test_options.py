@@ -27,19 +27,26 @@ from tests.conftest import Golden
 DEVICE = 80 * 2**30
 
 
+def only(environment: dict[str, str]) -> Any:
+    """Inside, no other variables of ours are there."""
+    unset = {name: "" for name in os.environ if name.startswith("FXREMAT_")}
+    return mock.patch.dict(os.environ, unset | environment)
+
+
 def parse(environment: dict[str, str] | None = None, /, **given: Any) -> Options:
     """The options of a call, on a device of 80 GiB."""
-    with mock.patch.dict(os.environ, environment or {}):
+    with only(environment or {}):
         return parse_options(given, device_total_bytes=DEVICE)
 
 
 def is_disabled(environment: dict[str, str]) -> bool:
-    with mock.patch.dict(os.environ, environment):
+    with only(environment):
         return disabled()
 
 
 def on_cpu(**given: Any) -> Options:
-    return parse_options(given, device_total_bytes=None)
+    with only({}):
+        return parse_options(given, device_total_bytes=None)
 
 
 def test_defaults() -> None:
