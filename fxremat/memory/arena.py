@@ -34,7 +34,7 @@ from fxremat.compat.tensors import (
     storage_number,
 )
 from fxremat.core.layout import HalfLayout, StepLayout, extent
-from fxremat.memory.slots import Covered, Group, Slot, held
+from fxremat.memory.slots import Covered, Slot, held
 from fxremat.runtime.placed import Place, Places, closely, go_on_with
 from fxremat.sizes import format_bytes
 
@@ -66,8 +66,8 @@ class PlacedHalf:
         self.places: list[Place | None] = []
         self.outlive: list[Slot] = []
         """What is planned to live on when the half has ended, and (``within``) what is not."""
-        self.within = Group()
-        self.watched = Group()
+        self.within: list[Slot] = []
+        self.watched: list[Slot] = []
         """What may be held when the half begins, and overlaps with places of it."""
         self.current: list[Place | None] = []
         """The places that it has this time."""
@@ -142,7 +142,7 @@ class PlacedHalf:
         slots = dict.fromkeys(slot for slot in self.slots if slot is not None)
         outlive = {self.slots[index] for index in self.layout.outlive}
         self.outlive = [slot for slot in slots if slot in outlive]
-        self.within = Group(slot for slot in slots if slot not in outlive)
+        self.within = [slot for slot in slots if slot not in outlive]
         self.places = self._places()
         self._beside = None
         self.bound = self.arena.state
@@ -168,7 +168,7 @@ class PlacedHalf:
     def watch(self, outliving: Iterable[Slot]) -> None:
         """Of all that may be held when a half begins, note what matters here."""
         covered, own = Covered(self.slots), set(self.saved)
-        self.watched = Group(one for one in outliving if one not in own and covered.owners(one))
+        self.watched = [one for one in outliving if one not in own and covered.owners(one)]
 
     def begin(self, others: Sequence[Slot]) -> Places:
         """Its places without those that overlap with what others hold.
@@ -307,7 +307,7 @@ class Arena:
         try:
             if self._pool is not None:
                 allocate_as_before(self._pool, self.device)
-            self._leaked.update(dict.fromkeys(half.within.held()))
+            self._leaked.update(dict.fromkeys(held(half.within)))
         finally:
             self._lock.release()
 
@@ -371,7 +371,7 @@ class Arena:
             if slot.is_moved:
                 self.renew(slot)
         self._leaked = dict.fromkeys(held(self._leaked))
-        others = half.watched.held()
+        others = held(half.watched)
         if self._leaked:
             others += self._leaked.keys() - set(half.saved)
         return half.begin(others)
