@@ -47,10 +47,7 @@ def machine_memory_bytes() -> int:
 
 def _read_percent(given: Given, text: str) -> int:
     """Bytes of ``"80%"`` of the device; without a device, of this machine's memory."""
-    try:
-        percent = float(text.strip().removesuffix("%"))
-    except ValueError:
-        percent = math.nan
+    percent = _float_or_nan(text.strip().removesuffix("%"))
     if not 0 < percent <= 100:
         raise given.refuse("a percentage above 0% and up to 100%, such as '80%'")
     total = given.device_total_bytes
