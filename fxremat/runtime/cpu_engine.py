@@ -17,6 +17,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from threading import Event
 
 import torch
@@ -24,6 +25,7 @@ import torch
 from fxremat.runtime.copy_trace import (
     Direction,
     Engine,
+    Trace,
     Wait,
     active_traces,
     host_time,
@@ -31,44 +33,39 @@ from fxremat.runtime.copy_trace import (
 from fxremat.runtime.host_memory import mapped_like, size_of_extent
 
 
+@dataclass(eq=False)
 class _CpuTransfer:
-    """One copy. It holds its tensors until it has ended."""
+    """One copy. It holds its tensors, a source and a target, until it has ended."""
 
-    def __init__(
-        self,
-        direction: Direction,
-        source: torch.Tensor,
-        target: torch.Tensor,
-        seconds: float,
-        after: _CpuTransfer | None,
-    ) -> None:
-        self.direction = direction
-        self.nbytes = size_of_extent(source)
-        self.error: BaseException | None = None
-        self._tensors: list[torch.Tensor] = [source, target]
-        self._seconds = seconds
-        self._after = after
-        self._traces = active_traces()
-        self._ended = Event()
+    direction: Direction
+    tensors: list[torch.Tensor]
+    seconds: float
+    after: _CpuTransfer | None
+    error: BaseException | None = None
+    traces: tuple[Trace, ...] = field(default_factory=active_traces)
+    ended: Event = field(default_factory=Event)
+
+    def __post_init__(self) -> None:
+        self.nbytes = size_of_extent(self.tensors[0])
 
     def run(self) -> None:
         """Copy; for the thread of the direction. An error is kept for those who wait."""
         try:
-            if self._after is not None:
-                self._after.wait()
-            with host_time(self.direction, self.nbytes, self._traces):
-                time.sleep(self._seconds)
-                _copy_memory(self._tensors)
+            if self.after is not None:
+                self.after.wait()
+            with host_time(self.direction, self.nbytes, self.traces):
+                time.sleep(self.seconds)
+                _copy_memory(self.tensors)
         except BaseException as error:
             self.error = error.with_traceback(None)  # whose frames hold the tensors
         finally:
-            self._tensors.clear()
-            self._after = None
-            self._ended.set()
+            self.tensors.clear()
+            self.after = None
+            self.ended.set()
 
     def wait(self) -> None:
         """Block until the copy has ended; RuntimeError if it failed."""
-        self._ended.wait()
+        self.ended.wait()
         if self.error is not None:
             raise RuntimeError(f"a copy {self.direction} failed: {self.error!r}") from self.error
 
@@ -96,7 +93,7 @@ class CpuEngine(Engine[_CpuTransfer]):
         ctypes.memset(target.data_ptr(), ones, size_of_extent(target))
         seconds = self.delay(direction, size_of_extent(source))
         after = self._copies.get(source.untyped_storage())
-        transfer = _CpuTransfer(direction, source, target, seconds, after)
+        transfer = _CpuTransfer(direction, [source, target], seconds, after)
         self._lines[direction].submit(transfer.run)
         return transfer
 
