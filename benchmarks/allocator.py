@@ -11,11 +11,29 @@ from collections.abc import Iterable, Iterator
 from fxremat.core.events import Allocate, EmptyCache, Event, Free
 from fxremat.memory.allocator import CachingAllocator
 from fxremat.memory.allocator_blocks import Block, Device, Pool
-from fxremat.memory.allocator_settings import round_up
+from fxremat.memory.allocator_settings import AllocatorSettings, round_up
 
 
 class Allocator(CachingAllocator):
-    """One whose cache can be emptied, and looked at."""
+    """One whose cache can be emptied, and looked at; it knows what callers ask for."""
+
+    def __init__(self, settings: AllocatorSettings | None = None) -> None:
+        super().__init__(settings)
+        self._asked: dict[int, int] = {}
+
+    @property
+    def requested(self) -> int:
+        """Bytes that callers have asked for and not freed."""
+        return sum(self._asked.values())
+
+    def allocate(self, nbytes: int, stream: int = 0) -> int:
+        address = super().allocate(nbytes, stream)
+        self._asked[address] = nbytes
+        return address
+
+    def free(self, address: int) -> None:
+        super().free(address)
+        self._asked.pop(address, None)
 
     def free_blocks(self) -> list[tuple[int, int, int, bool]]:
         """Every free block: its stream, bytes, address, and whether it is of the small pool."""
@@ -50,6 +68,20 @@ def apply_events(allocator: Allocator, events: Iterable[Event]) -> Iterator[None
             case EmptyCache():
                 allocator.empty_cache()
         yield
+
+
+def most_requested(events: Iterable[Event]) -> int:
+    """The most bytes that these events have asked for and not freed at once."""
+    live, asked, most = dict[str, int](), 0, 0
+    for event in events:
+        match event:
+            case Allocate(name, nbytes):
+                live[name] = nbytes
+                asked += nbytes
+                most = max(most, asked)
+            case Free(name):
+                asked -= live.pop(name)
+    return most
 
 
 def _free_in(pool: Pool) -> list[Block]:

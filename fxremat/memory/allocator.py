@@ -30,12 +30,12 @@ class CachingAllocator:
     """The allocator of one device, which never runs out.
 
     ``allocated`` and `reserved` are bytes as torch.cuda.memory_allocated and memory_reserved count
-    them, ``requested`` what callers asked for and have not freed.
+    them.
     """
 
     def __init__(self, settings: AllocatorSettings | None = None) -> None:
         self.settings = settings or AllocatorSettings()
-        self.allocated = self.requested = self.peak_allocated_bytes = self.peak_requested_bytes = 0
+        self.allocated = self.peak_allocated_bytes = 0
         self._device = Device()
         self._small, self._large = Pool(small=True), Pool(small=False)
         self._expandable = ExpandableSegments(self._device, self.settings.large_segment)
@@ -66,11 +66,9 @@ class CachingAllocator:
             block = self._new(pool, stream, rounded)
         if is_worth_splitting(block.nbytes, rounded, pool.small, self.settings):
             pool.add(block.cut(rounded))
-        block.allocated, block.requested = True, nbytes
+        block.allocated = True
         self._live[block.address] = pool, block
-        self.requested += nbytes
         self.allocated += block.nbytes
-        self.peak_requested_bytes = max(self.peak_requested_bytes, self.requested)
         self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated)
         return block.address
 
@@ -82,7 +80,6 @@ class CachingAllocator:
             raise ValueError(f"nothing is allocated at {address:#x}; free each address once")
         pool, block = self._live.pop(address)
         self.allocated -= block.nbytes
-        self.requested -= block.requested
         block.allocated = False
         pool.add(pool.merge(block))
 
@@ -124,7 +121,6 @@ class Usage:
 
     peak_allocated_bytes: int
     peak_reserved_bytes: int
-    peak_requested_bytes: int
 
 
 def replay(events: Iterable[Event], settings: AllocatorSettings | None = None) -> Usage:
@@ -143,8 +139,4 @@ def replay(events: Iterable[Event], settings: AllocatorSettings | None = None) -
                 if name not in address_of:
                     raise ValueError(f"event {step} frees {name!r}, which is not allocated")
                 allocator.free(address_of.pop(name))
-    return Usage(
-        allocator.peak_allocated_bytes,
-        allocator.peak_reserved_bytes,
-        allocator.peak_requested_bytes,
-    )
+    return Usage(allocator.peak_allocated_bytes, allocator.peak_reserved_bytes)

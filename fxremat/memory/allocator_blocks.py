@@ -28,7 +28,6 @@ class Block:
     page: int | None = None
     mapped: bool = True
     allocated: bool = False
-    requested: int = 0
     before: Block | None = None
     after: Block | None = None
 
