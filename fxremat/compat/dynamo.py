@@ -404,8 +404,6 @@ def leave_out_logs(functions: Iterable[Callable[..., Any]]) -> None:
     _config.ignore_logging_functions.update(functions)
 
 
-def mark_dynamic(
-    tensor: torch.Tensor, dimension: int, low: int | None = None, high: int | None = None
-) -> None:
+def mark_dynamic(tensor: torch.Tensor, dimension: int) -> None:
     """Have Dynamo trace a dimension as a symbol; it fails where the model fixes the size."""
-    torch._dynamo.mark_dynamic(tensor, dimension, min=low, max=high)
+    torch._dynamo.mark_dynamic(tensor, dimension)
