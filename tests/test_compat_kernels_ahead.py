@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import platform
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +16,7 @@ import pytest
 import torch
 from torch import fx, nn
 from torch._dynamo.utils import counters
-from torch._inductor import async_compile
+from torch._inductor import async_compile, cpu_vec_isa
 from torch._inductor import config as torch_inductor_config
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.codecache import CppPythonBindingsCodeCache
@@ -28,7 +30,7 @@ from fxremat.compat.compilers import compile_with_inductor
 from fxremat.compat.configuration import POST_GRAD_PASS, inductor_config
 from fxremat.compat.inductor import kernels, lowered_ahead
 from fxremat.compat.inductor.generated_code import Generated, generate
-from fxremat.compat.inductor.kernels import apart, begin_kernels, for_a_kernel
+from fxremat.compat.inductor.kernels import apart, begin_kernels, for_a_kernel, look_for_vectors
 from fxremat.compat.inductor.lowered_ahead import forget_lowered, hand_over
 from fxremat.compat.joint_graph import torch_partition
 from tests.compat_graphs import half, inductor_by
@@ -36,6 +38,57 @@ from tests.graphs import batch
 from tests.test_compat_tensors import GENERATED
 
 # --- kernels ahead ------------------------------------------------------------------------
+
+
+@dataclass
+class Kind:
+    """Vector instructions; what is found out about them takes until all kinds are asked."""
+
+    name: str
+    together: threading.Barrier
+    found: dict[str, Any]
+
+    def __str__(self) -> str:
+        return self.name
+
+    def __bool__(self) -> bool:
+        self.together.wait(10)
+        self.found[self.name] = inductor_config.max_fusion_size
+        if self.name == "broken":
+            raise ValueError(self.name)
+        return True
+
+
+def test_look_for_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All kinds of this processor at the same time, with the configuration of now, and once."""
+    found: dict[str, Any] = {}
+    together = threading.Barrier(2)
+    kinds = [Kind(name, together, found) for name in ("one two", "broken", "none of ours")]
+    monkeypatch.setattr(kernels, "_looking", [])
+    monkeypatch.setattr(cpu_vec_isa, "supported_vec_isa_list", kinds)
+    monkeypatch.setattr(cpu_vec_isa, "x86_isa_checker", lambda: ["one", "two", "broken"])
+    monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", lambda: sorted(found))
+    with inductor_config.patch(max_fusion_size=7):
+        look_for_vectors()
+        look_for_vectors()
+        answer: Any = cpu_vec_isa.valid_vec_isa_list()  # configurations may be of the process
+    assert answer == ["broken", "one two"]
+    assert found == {"broken": 7, "one two": 7}
+
+
+@pytest.mark.skipif(platform.machine() not in {"x86_64", "AMD64"}, reason="x86 has several kinds")
+def test_what_is_looked_for_is_what_inductor_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If all that it asks for can be used, as here, these are those that it finds."""
+    names = map(str, cpu_vec_isa.supported_vec_isa_list)
+    kinds = [Kind(name, threading.Barrier(1), {}) for name in names]
+    monkeypatch.setattr(cpu_vec_isa, "supported_vec_isa_list", kinds)
+    cpu_vec_isa.valid_vec_isa_list.cache_clear()
+    try:
+        valid: Any = cpu_vec_isa.valid_vec_isa_list()
+    finally:
+        cpu_vec_isa.valid_vec_isa_list.cache_clear()
+    assert valid
+    assert kernels._kinds(cpu_vec_isa) == valid
 
 
 @pytest.fixture

@@ -26,6 +26,7 @@ from fxremat.compat.configuration import (
     inductor_patches,
     passes_of,
 )
+from fxremat.compat.inductor.kernels import look_for_vectors
 from fxremat.compile import session
 from fxremat.compile.partitioner import Partitioner
 from fxremat.compile.request import Request, device_of_inputs
@@ -101,6 +102,8 @@ def compile_graph(
 ) -> Callable[..., Any]:  # fmt: skip
     if options.executor == "aot_eager":
         return compile_with_aot_eager(gm, inputs, partitioner)
+    if device_of_inputs(inputs).type == "cpu":
+        look_for_vectors()  # while the graph is traced
     return compile_with_inductor(gm, inputs, patches)
 
 

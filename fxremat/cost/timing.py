@@ -30,6 +30,7 @@ try:
 except ImportError:  # there are none on Windows
     fcntl = resource = None  # type: ignore[assignment]
 
+from fxremat.compat.inductor.kernels import wait_for_vectors
 from fxremat.compat.measuring import keep_busy
 from fxremat.compat.tensors import outside_fake_mode
 from fxremat.core.constants import CORE_TURN_S, TIME_DOUBT
@@ -139,9 +140,10 @@ class TimedNumbers:
     def number(self, key: str, measure: Callable[[], tuple[float | None, bool]]) -> float | None:
         """The number of this key. ``measure`` gives it, and whether that was disturbed.
 
-        It is called where tensors are real.
+        It is called where tensors are real, and nothing is compiled that could take a core.
         """
         if key not in self.file.numbers and key not in self.unsure:
+            wait_for_vectors()
             with outside_fake_mode(), torch.no_grad():
                 found, disturbed = measure()
             if found is None or disturbed:

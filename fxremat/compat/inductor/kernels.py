@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextvars
 import functools
 import logging
 import os
@@ -15,7 +16,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import takewhile
 from math import ceil
@@ -25,6 +26,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 from torch._guards import TracingContext, detect_fake_mode, tracing
+from torch._inductor import cpu_vec_isa
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -78,6 +80,56 @@ PyMODINIT_FUNC PyInit_kernel(void) {{
     return nullptr;
 }}
 """
+
+_looking: list[threading.Thread] = []
+"""One for each kind of vector instructions that the processor has."""
+
+
+def look_for_vectors() -> None:
+    """Begin to find out which vector instructions can be used, without waiting for it.
+
+    Inductor compiles and runs a program for each kind, one after the other, once in a process.
+    Here all are compiled at the same time, and Inductor waits for them where it needs the answer.
+    """
+    module: Any = cpu_vec_isa
+    kinds = _kinds(module)
+    if _looking or not kinds:
+        return
+    find = module.valid_vec_isa_list
+
+    def found() -> Any:
+        wait_for_vectors()
+        return find()
+
+    for name in ("cache_clear", "cache_info"):  # it is a cached function
+        setattr(found, name, getattr(find, name, None))
+    for kind in kinds:
+        context = contextvars.copy_context()  # the configuration of now
+        thread = threading.Thread(target=context.run, args=(_ask, kind), daemon=True)
+        _looking.append(thread)
+        thread.start()
+    module.valid_vec_isa_list = found
+
+
+def wait_for_vectors() -> None:
+    """Wait until nothing is compiled any more to find them: no time is measured meanwhile."""
+    for thread in _looking:
+        thread.join()
+
+
+def _kinds(module: Any) -> list[Any]:
+    """Those that this processor has, where Inductor asks for several."""
+    has = module.x86_isa_checker()
+    return [
+        kind
+        for kind in module.supported_vec_isa_list
+        if all(flag in has for flag in str(kind).split())
+    ]
+
+
+def _ask(kind: Any) -> None:
+    with suppress(Exception):  # Inductor comes to it again, and says what is wrong
+        bool(kind)
 
 
 def begin_kernels(generated: Generated) -> None:
