@@ -13,8 +13,9 @@ from itertools import accumulate
 from typing import Any
 
 from fxremat.core.events import Allocate, EmptyCache, Event, Free
-from fxremat.memory.allocator import CachingAllocator, apply_events
 from fxremat.memory.allocator_settings import AllocatorSettings
+
+from .allocator import Allocator, apply_events
 
 _RESERVED_SIGN = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
 _WITHOUT_EFFECT = ("free_requested", "oom", "snapshot", "user_defined", "workspace_snapshot")
@@ -172,7 +173,7 @@ def compare(
     goes back when the recording says so. Raises `ValueError` as `from_snapshot` does.
     """
     recording = from_snapshot(snapshot, device)
-    allocator = CachingAllocator(settings)
+    allocator = Allocator(settings)
     modelled = [allocator.reserved for _ in apply_events(allocator, recording.events)][
         recording.preexisting :
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
@@ -25,6 +26,19 @@ from .worker import serve
 
 KNOB = 0.5
 """Torch's own option, at the part that its documentation has as an example."""
+
+
+def recorded_allocations(run: Callable[[], object], device: torch.device) -> dict[str, Any]:
+    """What CUDA's allocator did while ``run`` ran, as `torch.cuda.memory._snapshot` gives it."""
+    record: Any = torch.cuda.memory._record_memory_history
+    record(context=None, stacks="python")
+    try:
+        run()
+        torch.cuda.synchronize(device)
+        snapshot: dict[str, Any] = torch.cuda.memory._snapshot(device)
+    finally:
+        record(enabled=None)
+    return snapshot
 
 
 class TrainingLoop:
@@ -101,8 +115,6 @@ class TrainingLoop:
         return {"step_ms": found, **self._recorded()}
 
     def _recorded(self) -> dict[str, Any]:
-        from fxremat.compat.measuring import recorded_allocations
-
         if self.device.type != "cuda":
             return {}
         torch.cuda.empty_cache()

@@ -7,7 +7,7 @@ import inspect
 from pathlib import Path
 
 from fxremat import errors
-from fxremat.options import options_table
+from fxremat.options import DISABLE_VARIABLE, list_options
 
 FOLDER = Path(__file__).parent.parent / "docs" / "guide"
 MADE = "<!-- made by `python -m benchmarks.guide` -->"
@@ -25,6 +25,18 @@ the default. `fxremat.list_options()` gives this table.
 
 {options_table()}
 """
+
+
+def options_table() -> str:
+    """All options as a Markdown table, ``FXREMAT_DISABLE`` in its last row."""
+    head = ["| option | type | default | environment variable | meaning |", "|---|---|---|---|---|"]
+    rows = [
+        f"| `{row.name}` | {row.type} | {row.default} | {row.variable and f'`{row.variable}`'} "
+        f"| {row.doc} |"
+        for row in list_options()
+    ]
+    last = f"| | bool | 0 | `{DISABLE_VARIABLE}` | Compile with plain Inductor, without fxremat. |"
+    return "\n".join([*head, *rows, last])
 
 
 def _kinds() -> list[type[Exception]]:

@@ -28,10 +28,9 @@ from typing import Any
 
 import torch
 
-from fxremat import runtime
 from fxremat.core.constants import CALL_US
 
-from . import offload_picture
+from . import copying, offload_picture
 from .models import build
 from .offload_picture import Streams
 from .offload_steps import (
@@ -198,7 +197,7 @@ def run(settings: Settings) -> Found:
     torch.set_num_threads(settings.threads)
     torch.compiler.reset()
     rate = settings.bandwidth
-    slow = runtime.set_copy_speed(rate, rate, CALL_US / 1e6) if rate else nullcontext()
+    slow = copying.set_copy_speed(rate, rate, CALL_US / 1e6) if rate else nullcontext()
     with measured_anew(), slow:
         with targets_not_filled():
             everyone = list(_compiled(settings))

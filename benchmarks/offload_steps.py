@@ -21,6 +21,7 @@ from fxremat.memory.measured_peak import held_bytes, measure_peak
 from fxremat.report.report import Report
 from fxremat.runtime import CopyRecord
 
+from . import copying
 from .offload_picture import Span, Streams
 from .training import Training
 
@@ -46,10 +47,10 @@ class Contestant:
 
     def host_peak_bytes(self) -> int:
         """The most bytes of host memory in a step."""
-        runtime.reset_host_peak()
+        copying.reset_host_peak()
         self.training.step()
         self.training.synchronize()
-        return runtime.host_bytes().peak_bytes
+        return copying.host_bytes().peak_bytes
 
     def time_steps(self, count: int) -> tuple[float, float]:
         """Median seconds of some steps, and of the processor in the thread that computes."""

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 import fxremat
-from fxremat.compat.dynamo import mark_dynamic
 from fxremat.memory.measured_peak import measure_peak
 from fxremat.whatif.peak_expression import PeakExpression
 
@@ -67,7 +66,7 @@ def row_of(name: str, size: str, low: int, high: int, percent: int) -> Row:
     options: dict[str, Any] = {"memory_budget": whole * percent // 100}
     given = _inputs(model, (low + high) // 2)
     for tensor in given:
-        mark_dynamic(tensor, 0, low, high)
+        torch._dynamo.mark_dynamic(tensor, 0, min=low, max=high)
     found = fxremat.explain(model, *given, options=options).peak_expression
     call = torch.compile(model, backend="fxremat", options=options)
     call(*given).backward()

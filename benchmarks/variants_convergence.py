@@ -28,7 +28,6 @@ from torch import Tensor, fx, nn
 
 from fxremat.compat.compilers import trace_as_inductor
 from fxremat.compat.joint_graph import extract_forward_backward
-from fxremat.compile.pipeline import prepare
 from fxremat.passes.joint_graph import JointGraph, Role, is_tensor, root
 from fxremat.passes.nodes import fake
 from fxremat.passes.variants.few_bit import MOST_BITS
@@ -39,6 +38,7 @@ from fxremat.passes.variants.table import RULES
 
 from .machine import describe_machine
 from .nets.layers import SelfAttention
+from .prepared import prepare
 from .rows import MIB, format_table
 from .variants_curves import draw
 

@@ -135,13 +135,16 @@ _REFUSED: WeakSet[nn.Module] = WeakSet()
 def _role_of(graph: Graph) -> Role:
     """Its role in a step that was looked at before, or that of another graph of its module.
 
-    Code may look at what it is given, so that a module has other graphs in the real step.
+    Code may look at what it is given, which a tensor without memory cannot show: so a module may
+    have other graphs in the real step.
     """
-    described, index = session.seen_as(graph.kept, graph.inputs)
-    if described is not None:
-        return Role(described, index)
+    seen, parts = session.STATE.seen, session.STATE.seen_parts
+    known = seen.get(session.signature(graph.kept, graph.inputs)) if seen else None
+    if known is not None:
+        return Role(*known)
     part = next(reversed(calling_modules()), None)
-    return Role(*session.seen_in(part), looked_at=False)
+    described, index = (None, 0) if part is None else parts.get(part, (None, 0))
+    return Role(described, index, looked_at=False)
 
 
 def _compiled_in_step(graph: Graph) -> Callable[..., Any]:

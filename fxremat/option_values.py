@@ -47,10 +47,7 @@ def machine_memory_bytes() -> int:
 
 def _read_percent(given: Given, text: str) -> int:
     """Bytes of ``"80%"`` of the device; without a device, of this machine's memory."""
-    try:
-        percent = float(text.strip().removesuffix("%"))
-    except ValueError:
-        percent = math.nan
+    percent = _float_or_nan(text.strip().removesuffix("%"))
     if not 0 < percent <= 100:
         raise given.refuse("a percentage above 0% and up to 100%, such as '80%'")
     total = given.device_total_bytes
@@ -154,7 +151,7 @@ def read_count(given: Given) -> str:
 def read_solver(given: Given) -> str:
     from fxremat.planner import SOLVERS  # lazily: solvers are not needed to read options
 
-    return read_choice(given, ("auto", *(name for name in SOLVERS if name != "auto")))
+    return read_choice(given, tuple(dict.fromkeys(("auto", *SOLVERS))))
 
 
 def read_seconds(given: Given) -> float:

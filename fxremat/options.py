@@ -236,7 +236,6 @@ def parse_options(
     mapping: Mapping[str, Any] | None,
     *,
     device_total_bytes: int | None,
-    environment: Mapping[str, str] | None = None,
 ) -> Options:
     """Check the options of a ``torch.compile`` call; raises `InvalidOption`.
 
@@ -244,7 +243,6 @@ def parse_options(
     this machine's memory, and no budget is too large.
     """
     mapping = {} if mapping is None else mapping
-    environment = os.environ if environment is None else environment
     options = {row.name: row for row in fields(Options)}
     for name in mapping:
         if name not in options:
@@ -252,7 +250,7 @@ def parse_options(
     read: dict[str, Any] = {}
     for name, row in options.items():
         variable = None if name in mapping else _variable(row)
-        text = environment.get(variable, "") if variable else ""
+        text = os.environ.get(variable, "") if variable else ""
         if name in mapping or text.strip():
             value = mapping.get(name, text)
             given = Given(name, value, variable, device_total_bytes)
@@ -275,10 +273,9 @@ def _checked_together(options: Options) -> Options:
     return options
 
 
-def disabled(environment: Mapping[str, str] | None = None) -> bool:
+def disabled() -> bool:
     """Whether ``FXREMAT_DISABLE=1`` asks to compile as if fxremat were not there."""
-    environment = os.environ if environment is None else environment
-    text = environment.get(DISABLE_VARIABLE, "").strip()
+    text = os.environ.get(DISABLE_VARIABLE, "").strip()
     return bool(text) and values.read_bool(Given("disable", text, DISABLE_VARIABLE, None))
 
 
@@ -304,15 +301,3 @@ def list_options() -> list[OptionRow]:
         )
         for row in fields(Options)
     ]
-
-
-def options_table() -> str:
-    """All options as a Markdown table, ``FXREMAT_DISABLE`` in its last row."""
-    head = ["| option | type | default | environment variable | meaning |", "|---|---|---|---|---|"]
-    rows = [
-        f"| `{row.name}` | {row.type} | {row.default} | {row.variable and f'`{row.variable}`'} "
-        f"| {row.doc} |"
-        for row in list_options()
-    ]
-    last = f"| | bool | 0 | `{DISABLE_VARIABLE}` | Compile with plain Inductor, without fxremat. |"
-    return "\n".join([*head, *rows, last])

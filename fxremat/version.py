@@ -48,7 +48,9 @@ def digest(root: Path, known: Path) -> str:
         now[name] = before.get(name) or _syntax_digest(content)
         total.update(f"{path.relative_to(root).as_posix()} {now[name]}\n".encode())
     if now != before:
-        _replace(known, json.dumps(now))
+        with suppress(OSError):  # a part of it, which others may see, is no JSON
+            known.parent.mkdir(parents=True, exist_ok=True)
+            known.write_text(json.dumps(now), encoding="utf-8")
     return total.hexdigest()
 
 
@@ -80,12 +82,3 @@ def _syntax_digest(content: bytes) -> str:
 def cache_folder() -> Path:
     """Where digests of the sources are kept."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "fxremat"
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write all of a file or nothing: other processes read it."""
-    with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        written = path.with_suffix(f".{os.getpid()}.tmp")
-        written.write_text(text, encoding="utf-8")
-        written.replace(path)

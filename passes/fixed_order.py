@@ -194,45 +194,44 @@ def late_copies(
     ]
 
 
-def _uuid(name: str, version: str, user_pass: Any) -> Any:
+def _uuid(name: str, version: str, user_passes: tuple[Any, ...]) -> Any:
     """A pass's name in Inductor's cache.
 
-    None keeps the graph out of the cache; it is given where the user's own pass asks for that.
+    None keeps the graph out of the cache; it is given where a pass of the user asks for that.
     """
-    if user_pass is None:
-        return f"fxremat.{name} {version}"
-    theirs = getattr(user_pass, "uuid", lambda: None)()
-    return (f"fxremat.{name} {version}", theirs) if theirs else None
+    theirs = [getattr(one, "uuid", lambda: None)() for one in user_passes]
+    return (f"fxremat.{name} {version}", *theirs) if all(theirs) else None
 
 
 @dataclass(frozen=True)
 class WriteResults(CustomGraphPass):
-    """Inductor's post-grad pass; ``user_pass`` is what the user had configured there."""
+    """Inductor's post-grad pass; ``user_passes`` are what the user had configured there."""
 
     version: str
-    user_pass: Callable[[fx.Graph], None] | None = None
+    user_passes: tuple[Callable[[fx.Graph], None], ...] = ()
 
     def __call__(self, graph: fx.Graph) -> None:
         """Mark the results in place, and what is handed on to the backward as it is."""
-        if self.user_pass is not None:
-            self.user_pass(graph)
+        for one in self.user_passes:
+            one(graph)
         write_results(graph, results_to_write(graph))
         return_inputs_as_they_are(graph)
         copy_images(graph)
 
     def uuid(self) -> Any:
-        return _uuid("write_results", self.version, self.user_pass)
+        return _uuid("write_results", self.version, self.user_passes)
 
 
 @dataclass(frozen=True)
 class Fence(SchedulerPass):
-    """Inductor's pre-fusion pass; ``user_pass`` is what the user had configured there."""
+    """Inductor's pre-fusion pass; ``user_passes`` are what the user had configured there."""
 
     version: str
-    user_pass: Callable[[list[Any]], list[Any]] | None = None
+    user_passes: tuple[Callable[[list[Any]], list[Any]], ...] = ()
 
     def __call__(self, nodes: list[Any]) -> list[Any]:
-        nodes = nodes if self.user_pass is None else self.user_pass(nodes)
+        for one in self.user_passes:
+            nodes = one(nodes)
         why = allocate_at_places()
         if why is not None:
             log.info("the buffers of a graph are not placed: %s", why)
@@ -248,4 +247,4 @@ class Fence(SchedulerPass):
         return run_after(nodes, fences(kernels))
 
     def uuid(self) -> Any:
-        return _uuid("fence", self.version, self.user_pass)
+        return _uuid("fence", self.version, self.user_passes)

@@ -25,6 +25,7 @@ from torch import fx
 
 from fxremat.compat.ranks import is_wait
 from fxremat.compat.sizes import size_bound
+from fxremat.core.layout import extent
 from fxremat.core.problem import Change, Copies, Op, Phase, Problem, Value, Variant, validate
 from fxremat.passes import inplace
 from fxremat.passes.accumulation import after_last_use, is_accumulated
@@ -98,11 +99,8 @@ def nbytes(tensor: torch.Tensor) -> int:
     """Bytes of a tensor's storage; dynamic sizes at their declared bound or as seen."""
     if tensor.layout is not torch.strided:
         return size_bound(tensor.numel()) * tensor.dtype.itemsize
-    sizes = [size_bound(size) for size in tensor.shape]
-    if 0 in sizes:
-        return 0
-    steps = zip(sizes, map(size_bound, tensor.stride()), strict=True)
-    return (1 + sum((size - 1) * stride for size, stride in steps)) * tensor.dtype.itemsize
+    sizes, strides = ([size_bound(n) for n in of] for of in (tensor.shape, tensor.stride()))
+    return extent(sizes, strides) * tensor.dtype.itemsize
 
 
 class _Builder:

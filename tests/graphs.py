@@ -16,9 +16,9 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from benchmarks.prepared import prepare
 from fxremat.compat.compilers import compile_with_aot_eager, trace_as_inductor
 from fxremat.compat.joint_graph import extract_forward_backward
-from fxremat.compile.pipeline import prepare
 from fxremat.core.check import check
 from fxremat.core.problem import Copies, Problem
 from fxremat.core.schedule import Step

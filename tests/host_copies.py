@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from fxremat import runtime
+from benchmarks import copying
 from fxremat.runtime import host_memory
 from fxremat.runtime.copies import to_device, to_host, wait_device, wait_host
 from fxremat.runtime.copy_trace import CopyRecord
@@ -47,9 +47,9 @@ def nothing_held(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     own = host_memory.HostMemory()
     monkeypatch.setattr(host_memory, "HOST_MEMORY", own)
     yield
-    if runtime.host_bytes().now_bytes:
+    if copying.host_bytes().now_bytes:
         gc.collect()  # what pytest keeps of an error that was expected
-    assert runtime.host_bytes().now_bytes == 0
+    assert copying.host_bytes().now_bytes == 0
 
 
 def sent(x: torch.Tensor) -> torch.Tensor:

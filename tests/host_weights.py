@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fxremat
-from fxremat import runtime
+from benchmarks import copying
 from fxremat.runtime import is_host
 
 CPU = torch.device("cpu")
@@ -34,12 +34,12 @@ def _one_thread() -> Iterator[None]:
 def _nothing_left() -> Iterator[None]:
     """Each test begins without compiled code, and ends without host memory of its models."""
     counters.clear()
-    before = runtime.host_bytes().now_bytes
+    before = copying.host_bytes().now_bytes
     yield
     torch._dynamo.reset()
-    if runtime.host_bytes().now_bytes > before:
+    if copying.host_bytes().now_bytes > before:
         gc.collect()
-    assert runtime.host_bytes().now_bytes <= before
+    assert copying.host_bytes().now_bytes <= before
 
 
 class Language(nn.Module):

@@ -7,9 +7,11 @@ while it lives.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import repeat
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -17,13 +19,14 @@ from unittest import mock
 
 import torch
 
-from fxremat.compat.tensors import storage_key, storage_watch
+from fxremat.compat.tensors import _plain, storage_key, storage_watch
 from fxremat.compile.dry_run.dry_run import DryRun
 from fxremat.core.events import RunEvents
 from fxremat.core.layout import CodeBuffer, HalfLayout, RunLayout, StepLayout
-from fxremat.memory.arena import Arena, PlacedRun
+from fxremat.memory.arena import Arena, PlacedHalf, PlacedRun
 from fxremat.memory.layout import arrange
-from fxremat.runtime.placed import Place, Places, forward_at_places, places_of_forward
+from fxremat.memory.slots import Slot, held
+from fxremat.runtime.placed import Place, Places, closely, forward_at_places, places_of_forward
 from fxremat.step.in_flight import _WatchedRuns
 
 OPTIONS: dict[str, Any] = {"memory_budget": "1GiB", "solver": "greedy", "variants": "none"}
@@ -54,6 +57,62 @@ class Recorded:
         """Whether both live at once."""
         pairs = ((self, other), (other, self))
         return not any(one.died is not None and one.died <= after.born for one, after in pairs)
+
+
+class PoisonedArena(Arena):
+    """With ``poison``, what nobody holds is filled with NaN."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.poison = False
+        self._filled: dict[Slot, None] = {}
+        """Not poisoned since they were given away."""
+
+    def placed(self, layout: StepLayout) -> tuple[PlacedRun, ...]:
+        runs = super().placed(layout)
+        for half in (half for run in runs for half in (run.forward, run.backward)):
+            half.place = partial(self._place, weakref.ref(half))  # type: ignore[method-assign]
+        return runs
+
+    def leave(self, half: PlacedHalf) -> None:
+        self.poison_dead()
+        super().leave(half)
+
+    def poison_dead(self) -> None:
+        """Fill what nobody holds any more."""
+        living = dict.fromkeys(held(self._filled))
+        for slot in self._filled.keys() - living.keys():
+            has_nan = slot.base.is_floating_point() or slot.base.is_complex()
+            self._write_over(slot.begin, slot.end, 0xFF if has_nan else 0x7F)
+        self._filled = living
+
+    def _place(self, known: Any, number: int, *asked: Any) -> torch.Tensor:
+        half: PlacedHalf = known()
+        self.poison_dead()
+        made, slot = PlacedHalf.place(half, number, *asked), half.slots[number]
+        if self.poison and slot is not None and slot.number == made.untyped_storage()._cdata:
+            self._filled[slot] = None
+        return made
+
+    def _places(self, half: PlacedHalf) -> Places | None:
+        places = super()._places(half)
+        self.poison_dead()
+        return map(closely, half.current) if self.poison and places is not None else places
+
+    def _take(self, halves: Collection[PlacedHalf]) -> None:
+        before = self.block
+        super()._take(halves)
+        if self.poison and self.block is not before:
+            self._write_over(0, self.nbytes, 0xFF)
+
+    def _give_back(self, *, lent: bool = False) -> None:
+        self._filled = {}
+        super()._give_back(lent=lent)
+
+    def _write_over(self, begin: int, end: int, byte: int) -> None:
+        assert self.block is not None
+        with _plain():
+            self.block[begin:end].fill_(byte)
 
 
 @dataclass
@@ -137,7 +196,7 @@ class Step:
 class Trial:
     """Runs of compiled graphs: as ever, then recorded, then in an arena that is laid out so."""
 
-    arena: Arena = field(default_factory=lambda: Arena(HOST))
+    arena: PoisonedArena = field(default_factory=lambda: PoisonedArena(HOST))
     mode: str = "as ever"
     step: Step = field(default_factory=Step)
     recorders: dict[tuple[int, int], tuple[Recorder, Recorder]] = field(default_factory=dict)

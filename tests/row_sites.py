@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from benchmarks.prepared import prepare
 from fxremat.compat.compilers import trace_as_inductor
 from fxremat.compat.joint_graph import torch_partition
-from fxremat.compile.pipeline import prepare
 from fxremat.memory.measured_peak import measure_peak
 from fxremat.passes.joint_graph import JointGraph
 from fxremat.passes.variants.chunks.rules import RULES

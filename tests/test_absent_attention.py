@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxremat
-from fxremat.compat.absent import attention, eager
+from benchmarks.loops.without_device import without_device
+from fxremat.compat.absent import attention, autocast
 from fxremat.compat.absent.attention import Call, chosen_kernel
-from fxremat.compat.absent.eager import cuda_autocast, without_device
+from fxremat.compat.absent.autocast import cuda_autocast
 from fxremat.compat.absent.pretending import CUDA
 from fxremat.compat.tensors import Watching, fake_tensors, is_fake
 from fxremat.report.report import Report
@@ -205,9 +206,9 @@ def test_types_are_those_of_cuda(name: str, device: str) -> None:
 def test_each_op_that_cuda_treats_is_known() -> None:
     """Of this torch; one that is not would run as it is."""
     names = [n for n in torch._C._dispatch_get_all_op_names() if n.startswith("aten::")]
-    treated = [n for n in names if eager.has_kernel(n, "AutocastCUDA")]
+    treated = [n for n in names if autocast.has_kernel(n, "AutocastCUDA")]
     assert len(treated) > 100
-    unknown = [n for n in treated if eager._kernel(n) is None]
+    unknown = [n for n in treated if autocast._kernel(n) is None]
     assert set(unknown) <= {"aten::_cudnn_rnn"}  # of which nothing is traced on the CPU
 
 

@@ -14,6 +14,7 @@ import torch
 from benchmarks import compare, first_steps, library_calls, planner, rules, rules_measure, seconds
 from benchmarks.architectures.cases import with_loss
 from benchmarks.gpu import MARKS, Rows, failures, lines, main
+from benchmarks.gpu_worker import recorded_allocations
 from benchmarks.nets.language import GPT
 from benchmarks.planner_table import Case
 from benchmarks.planner_table import Row as PlannerRow
@@ -375,3 +376,19 @@ def test_first_steps_and_a_refusal(
     first_steps.main(["gpt12", "fxremat", str(refused["least_bytes"])])
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert len(found["steps"]) == first_steps.FIRST + first_steps.STEADY
+
+
+def test_recording_ends_also_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[Any] = []
+    names = torch.cuda.memory
+    assert all(hasattr(names, name) for name in ("_record_memory_history", "_snapshot"))
+    monkeypatch.setattr(names, "_record_memory_history", lambda **given: log.append(given))
+    monkeypatch.setattr(names, "_snapshot", lambda device: {"segments": [*log]})
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: log.append("idle"))
+    gpu = torch.device("cuda", 0)
+    snapshot = recorded_allocations(lambda: log.append("run"), gpu)
+    assert snapshot["segments"][1:] == ["run", "idle"]
+    assert log[3:] == [{"enabled": None}]
+    with pytest.raises(ZeroDivisionError):
+        recorded_allocations(lambda: 1 // 0, gpu)
+    assert log[-1] == {"enabled": None}

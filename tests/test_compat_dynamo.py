@@ -19,8 +19,9 @@ from torch._logging import _internal as torch_logs
 from torch.utils.checkpoint import checkpoint
 
 from fxremat.compat import dynamo
-from fxremat.compat.configuration import chain_passes, inductor_patches
+from fxremat.compat.configuration import inductor_patches, passes_of
 from fxremat.compat.logs import GRAPH_LOG, PLAN_LOG, artifact_logger, trace_artifact
+from fxremat.passes.fixed_order import WriteResults
 from tests.compat_graphs import X
 from tests.graphs import Net
 
@@ -298,17 +299,19 @@ class Recording:
         return self.name
 
 
-def test_chain_passes() -> None:
+def test_passes_of_the_user() -> None:
     ran: list[str | None] = []
     a, b, nameless = (Recording(name, ran) for name in ("a", "b", None))
-    assert chain_passes(None) is None
-    assert chain_passes(a) is a
-    chain = chain_passes([a, b])
-    chain(fx.Graph())
+    assert passes_of(None) == ()
+    assert passes_of(a) == (a,)
+    graph = fx.Graph()
+    graph.output(())
+    both = WriteResults("1", passes_of([a, b]))
+    both(graph)
     assert ran == ["a", "b"]
-    assert chain.uuid() == ("a", "b")
-    assert chain_passes([a, nameless]).uuid() is None
-    assert pickle.loads(pickle.dumps(chain)).uuid() == ("a", "b")
+    assert both.uuid()[1:] == ("a", "b")
+    assert WriteResults("1", passes_of([a, nameless])).uuid() is None
+    assert pickle.loads(pickle.dumps(both)).uuid() == both.uuid()
 
 
 # --- logs ---------------------------------------------------------------------------------

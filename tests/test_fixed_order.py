@@ -284,9 +284,9 @@ class Named:
 def test_the_cache_knows_the_version_and_the_users_pass(kind: Any) -> None:
     assert kind("1").uuid() == kind("1").uuid()
     assert kind("1").uuid() != kind("2").uuid()
-    assert kind("1", Named("a")).uuid() != kind("1", Named("b")).uuid()
-    assert kind("1", Named("a")).uuid() != kind("1").uuid()
-    assert kind("1", Named(None)).uuid() is None  # nothing is kept then
+    assert kind("1", (Named("a"),)).uuid() != kind("1", (Named("b"),)).uuid()
+    assert kind("1", (Named("a"),)).uuid() != kind("1").uuid()
+    assert kind("1", (Named(None),)).uuid() is None  # nothing is kept then
     assert pickle.loads(pickle.dumps(kind("1"))) == kind("1")
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import fxremat
+from benchmarks import copying
 from fxremat import runtime
 from fxremat.errors import HostMemoryExceeded, InvalidOption
 from fxremat.memory.measured_peak import held_bytes, measure_peak
@@ -219,19 +220,19 @@ def test_complete_means_on_the_host_too(monkeypatch: pytest.MonkeyPatch) -> None
 def test_host_weights_and_their_gradients_are_not_on_the_device() -> None:
     plain, x = seeded(Stack, 4, 32)
     nbytes = held_bytes(plain)
-    runtime.reset_host_peak()
-    before = runtime.host_bytes().now_bytes
+    copying.reset_host_peak()
+    before = copying.host_bytes().now_bytes
     model = moved(plain)
     assert held_bytes(model) == 0
-    assert runtime.host_bytes().now_bytes - before == nbytes
+    assert copying.host_bytes().now_bytes - before == nbytes
     model(x).backward()
     assert held_bytes(model) == 0
-    assert runtime.host_bytes().now_bytes - before == 2 * nbytes
+    assert copying.host_bytes().now_bytes - before == 2 * nbytes
     assert measure_peak(lambda: None, held=[model, x]).start_bytes == 4 * 4 * 32
     del model, plain
     torch._dynamo.reset()
     gc.collect()
-    assert runtime.host_bytes().now_bytes == before
+    assert copying.host_bytes().now_bytes == before
 
 
 def test_the_device_holds_one_weight_at_a_time_without_gradients() -> None:
@@ -247,8 +248,8 @@ def test_the_device_holds_one_weight_at_a_time_without_gradients() -> None:
 def test_cap_on_host_memory() -> None:
     model, x = seeded(Stack, 4, 32)
     expected = model(x)
-    held = runtime.host_bytes().now_bytes
-    with runtime.set_host_memory_cap(held + 10_000), pytest.raises(HostMemoryExceeded):
+    held = copying.host_bytes().now_bytes
+    with copying.set_host_memory_cap(held + 10_000), pytest.raises(HostMemoryExceeded):
         moved(model)
     assert torch.equal(model(x), expected)
     moved(model)

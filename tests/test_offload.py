@@ -14,7 +14,7 @@ import torch
 from torch import fx, nn
 
 import fxremat
-from fxremat import runtime
+from benchmarks import copying
 from fxremat.compat.configuration import CUDAGRAPHS
 from fxremat.compile.driver import patches_with_partitioner
 from fxremat.compile.partitioner import Partitioner
@@ -53,20 +53,20 @@ def _slow_copies() -> Iterator[None]:
     """A missing wait gives NaN; nothing is left in host memory."""
     torch._dynamo.reset()
     gc.collect()
-    before = runtime.host_bytes().now_bytes
-    with runtime.set_copy_speed(SLOW, SLOW):
+    before = copying.host_bytes().now_bytes
+    with copying.set_copy_speed(SLOW, SLOW):
         yield
     gc.collect()
-    assert runtime.host_bytes().now_bytes <= before
+    assert copying.host_bytes().now_bytes <= before
     torch._dynamo.reset()
 
 
 def host_peak_of(step: Callable[[], object]) -> int:
     """Bytes of host memory that a step holds at most, beyond what was held before."""
-    runtime.reset_host_peak()
-    before = runtime.host_bytes().now_bytes
+    copying.reset_host_peak()
+    before = copying.host_bytes().now_bytes
     step()
-    return runtime.host_bytes().peak_bytes - before
+    return copying.host_bytes().peak_bytes - before
 
 
 def saved_values_away(problem: Problem) -> Steps:

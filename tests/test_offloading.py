@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import fxremat
+from benchmarks import copying
 from fxremat import runtime
 from tests.end_to_end import measured
 from tests.small import Layers, Tied, seeded
@@ -24,7 +25,7 @@ OPTIONS: dict[str, Any] = {"executor": "aot_eager", "solver": "greedy", "host_ba
 @pytest.fixture(autouse=True)
 def _throttled() -> Iterator[None]:
     torch._dynamo.reset()
-    with runtime.set_copy_speed(SPEED, SPEED):
+    with copying.set_copy_speed(SPEED, SPEED):
         yield
     torch._dynamo.reset()
 

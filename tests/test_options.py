@@ -3,29 +3,50 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
+from benchmarks.guide import options_table
 from fxremat.errors import InvalidOption, UnknownOption
 from fxremat.option_values import machine_memory_bytes
-from fxremat.options import Options, disabled, list_options, options_table, parse_options
+from fxremat.options import (
+    Options,
+    disabled,
+    list_options,
+    parse_options,
+)
 from tests.conftest import Golden
 
 DEVICE = 80 * 2**30
 
 
+def only(environment: dict[str, str]) -> Any:
+    """Inside, no other variables of ours are there."""
+    unset = {name: "" for name in os.environ if name.startswith("FXREMAT_")}
+    return mock.patch.dict(os.environ, unset | environment)
+
+
 def parse(environment: dict[str, str] | None = None, /, **given: Any) -> Options:
     """The options of a call, on a device of 80 GiB."""
-    return parse_options(given, device_total_bytes=DEVICE, environment=environment or {})
+    with only(environment or {}):
+        return parse_options(given, device_total_bytes=DEVICE)
+
+
+def is_disabled(environment: dict[str, str]) -> bool:
+    with only(environment):
+        return disabled()
 
 
 def on_cpu(**given: Any) -> Options:
-    return parse_options(given, device_total_bytes=None, environment={})
+    with only({}):
+        return parse_options(given, device_total_bytes=None)
 
 
 def test_defaults() -> None:
@@ -222,13 +243,13 @@ def test_the_process_environment_is_read(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("asked", [False, True])
 def test_disabled(asked: bool) -> None:
     texts = ["1", "true", "YES", "on"] if asked else ["", "0", "false", "No", "off"]
-    assert [disabled({"FXREMAT_DISABLE": text}) for text in texts] == [asked] * len(texts)
-    assert not disabled({})
+    assert [is_disabled({"FXREMAT_DISABLE": text}) for text in texts] == [asked] * len(texts)
+    assert not is_disabled({})
 
 
 def test_disable_with_nonsense() -> None:
     with pytest.raises(InvalidOption, match="FXREMAT_DISABLE"):
-        disabled({"FXREMAT_DISABLE": "perhaps"})
+        is_disabled({"FXREMAT_DISABLE": "perhaps"})
 
 
 def test_options_are_plain_data() -> None:

@@ -15,6 +15,7 @@ from torch._inductor.compile_fx import compile_fx_inner
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
+from benchmarks import copying
 from fxremat import runtime
 from fxremat.compat.configuration import inductor_config
 from fxremat.errors import InvalidOption
@@ -33,7 +34,7 @@ SLOW = (1000 * KB_PER_S, 1000 * KB_PER_S)
 
 
 def test_waiting_takes_bytes_over_speed() -> None:
-    with runtime.set_copy_speed(*SLOW, latency_s=0.05), runtime.copy_trace() as records:
+    with copying.set_copy_speed(*SLOW, latency_s=0.05), runtime.copy_trace() as records:
         fetched(sent(TENTH))
     steps = ["to_host", "wait_host", "to_device", "wait_device"]
     assert [(record.what, record.nbytes) for record in records] == [(s, 100_000) for s in steps]
@@ -44,7 +45,7 @@ def test_waiting_takes_bytes_over_speed() -> None:
 
 def test_one_copy_at_a_time_in_each_direction_and_both_directions_at_once() -> None:
     there = sent(TENTH)
-    with runtime.set_copy_speed(*SLOW), runtime.copy_trace() as records:
+    with copying.set_copy_speed(*SLOW), runtime.copy_trace() as records:
         hosts = [to_host(TENTH) for _ in range(2)]
         backs = [to_device(there, CPU) for _ in range(2)]
         for host, back in zip(hosts, backs, strict=True):
@@ -60,7 +61,7 @@ def test_one_copy_at_a_time_in_each_direction_and_both_directions_at_once() -> N
 
 def test_computation_goes_on_meanwhile() -> None:
     start = time.perf_counter()
-    with runtime.set_copy_speed(latency_s=0.5), runtime.copy_trace() as records:
+    with copying.set_copy_speed(latency_s=0.5), runtime.copy_trace() as records:
         host = to_host(TENTH)
         time.sleep(0.5)
         wait_host(host, TENTH)
@@ -71,27 +72,27 @@ def test_computation_goes_on_meanwhile() -> None:
 
 def test_speed_set_for_good_and_for_a_while() -> None:
     try:
-        runtime.set_copy_speed(latency_s=0.01)
-        with runtime.set_copy_speed(1.0, 2.0, latency_s=3.0):
-            assert cpu_engine.ENGINE.speeds["to_host"] == cpu_engine.CopySpeed(1.0, 3.0)
-            assert cpu_engine.ENGINE.speeds["to_device"].seconds(4) == 5.0
-        assert cpu_engine.ENGINE.speeds["to_host"].seconds(4) == 0.01
+        copying.set_copy_speed(latency_s=0.01)
+        with copying.set_copy_speed(1.0, 2.0, latency_s=3.0):
+            assert cpu_engine.ENGINE.delay("to_host", 4) == 7.0
+            assert cpu_engine.ENGINE.delay("to_device", 4) == 5.0
+        assert cpu_engine.ENGINE.delay("to_host", 4) == 0.01
     finally:
-        runtime.set_copy_speed()
-    assert cpu_engine.ENGINE.speeds["to_host"].seconds(10**12) == 0.0
+        copying.set_copy_speed()
+    assert cpu_engine.ENGINE.delay("to_host", 10**12) == 0.0
 
 
 @pytest.mark.parametrize("speed", [(0.0, None), (None, -1.0), (float("nan"), None)])
 def test_speeds_that_cannot_be(speed: tuple[float | None, float | None]) -> None:
     with pytest.raises(InvalidOption, match="bytes_per_s"):
-        runtime.set_copy_speed(*speed)
+        copying.set_copy_speed(*speed)
     with pytest.raises(InvalidOption, match="latency_s"):
-        runtime.set_copy_speed(latency_s=-1.0)
+        copying.set_copy_speed(latency_s=-1.0)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_measured_speed(device: str) -> None:
-    with runtime.set_copy_speed(1e6, 4e6):
+    with copying.set_copy_speed(1e6, 4e6):
         to_host_speed, to_device_speed = runtime.measure_copy_speed(device)
     if device == "cpu":
         assert 0.5e6 < to_host_speed <= 1e6
@@ -212,7 +213,7 @@ def test_in_one_graph(run: Run) -> None:
     """Copies run beside the computation, in the order of the graph."""
     a, w = inputs()
     module = graph_of(one_graph, a, w)
-    with runtime.set_copy_speed(latency_s=0.02), runtime.copy_trace() as records:
+    with copying.set_copy_speed(latency_s=0.02), runtime.copy_trace() as records:
         (result,) = run(module, a, w)
     torch.testing.assert_close(result, expected(a, w))
     there, back = of(records, "to_host")[0], of(records, "to_device")[0]
@@ -223,7 +224,7 @@ def test_in_one_graph(run: Run) -> None:
 
 def test_across_two_graphs(run: Run) -> None:
     a, w = inputs()
-    with runtime.set_copy_speed(latency_s=0.02):
+    with copying.set_copy_speed(latency_s=0.02):
         product, host = run(graph_of(forward, a, w), a, w)
         assert torch.equal(host, 2 * a)
         assert host.stride() == a.stride()
@@ -234,7 +235,7 @@ def test_across_two_graphs(run: Run) -> None:
 
 def test_a_missing_wait_is_seen(run: Run) -> None:
     a, _ = inputs()
-    with runtime.set_copy_speed(latency_s=0.3):
+    with copying.set_copy_speed(latency_s=0.3):
         (result,) = run(graph_of(without_wait, a), a)
         assert result.isnan().all()
     fetched(sent(a))  # comes after the copy that nobody waits for

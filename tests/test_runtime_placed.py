@@ -19,7 +19,7 @@ from fxremat.runtime.placed import (
     free,
     set_places_of_backward,
 )
-from tests.placing import run_at
+from tests.placing import PoisonedArena, run_at
 
 HOST = torch.device("cpu")
 KIB = 1024
@@ -37,8 +37,11 @@ def half(*at: int | None, outlive: tuple[int, ...] = ()) -> HalfLayout:
 
 
 def placed(forward: HalfLayout, backward: HalfLayout | None = None) -> PlacedRun:
-    layout = StepLayout((RunLayout(forward, backward or half()),), 16 * KIB)
-    return Arena(HOST).placed(layout)[0]
+    return Arena(HOST).placed(layout_of(forward, backward))[0]
+
+
+def layout_of(forward: HalfLayout, backward: HalfLayout | None = None) -> StepLayout:
+    return StepLayout((RunLayout(forward, backward or half()),), 16 * KIB)
 
 
 def ask(size: int = 256, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -243,15 +246,16 @@ def test_what_is_freed_is_given_away_whoever_holds_it() -> None:
 
 def test_dead_memory_is_poisoned() -> None:
     """What has died is filled with NaN, and what lives is not."""
-    run = placed(half(0, 1, outlive=(0,)))
-    run.forward.arena.poison = True
+    arena = PoisonedArena(HOST)
+    arena.poison = True
+    (run,) = arena.placed(layout_of(half(0, 1, outlive=(0,))))
 
     def code() -> torch.Tensor:
         first = ask().fill_(1)
         ask().fill_(2)
         return first
 
-    first, block = run_at(run.forward, code), run.forward.arena.block
+    first, block = run_at(run.forward, code), arena.block
     assert block is not None
     assert block[:KIB].view(torch.float32).eq(1).all()
     assert block[KIB:].view(torch.float32).isnan().all()

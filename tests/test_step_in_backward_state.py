@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import fxremat
-from fxremat import runtime
+from benchmarks import copying
 from fxremat.training.step_in_backward import StepInBackward
 from tests import stepping
 from tests.accumulating import Refused
@@ -66,10 +66,10 @@ def test_a_backward_that_fails_leaves_no_step_behind() -> None:
     call(x).backward()
     model.zero_grad()
     loss = call(x)
-    held = runtime.host_bytes().now_bytes
+    held = copying.host_bytes().now_bytes
     with (
-        runtime.set_copy_speed(1e6),
-        runtime.set_host_memory_cap(held + 3 * 64 * 64 * 4),
+        copying.set_copy_speed(1e6),
+        copying.set_host_memory_cap(held + 3 * 64 * 64 * 4),
         pytest.raises(fxremat.FxrematError),
     ):
         loss.backward()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxremat
+from benchmarks import copying
 from fxremat import runtime
 from tests import stepping
 from tests.accumulating import LOSSES, squares
@@ -77,7 +78,7 @@ def test_whatever_the_copies_take(executor: str, depth: int, percent: int) -> No
     reference = plain[0] if is_eager else compiled_model(plain[0], **options)
     for speeds in SPEEDS:
         expected = trained(plain, lambda _: reference, optimizer)
-        with runtime.set_copy_speed(*speeds), runtime.copy_trace() as records:
+        with copying.set_copy_speed(*speeds), runtime.copy_trace() as records:
             found = trained(ours, lambda _: call, None)
         assert equal(found, expected)
         assert sum(record.what == "step" for record in records) == 10 * 2 * depth
@@ -302,7 +303,7 @@ def test_steps_end_before_the_backward_does() -> None:
     call = compiled_model(model)
     call(x).backward()
     loss = call(x)
-    with runtime.set_copy_speed(5e6, RATE), runtime.copy_trace() as records:
+    with copying.set_copy_speed(5e6, RATE), runtime.copy_trace() as records:
         loss.backward()
     steps = [one for one in records if one.what == "step"]
     waits = [one for one in records if one.what == "wait_host"]
@@ -328,13 +329,13 @@ def test_gradients_are_never_on_the_host_together(executor: str, early: bool) ->
     if early:
         fxremat.step_in_backward(model, adamw)
     call = compiled_model(model, executor, memory_budget=f"{budget}B", variants="none")
-    with runtime.set_copy_speed(RATE, RATE):
+    with copying.set_copy_speed(RATE, RATE):
         call(x).backward()
         model.zero_grad()
         loss = call(x)
-        held = runtime.host_bytes().now_bytes
-        runtime.reset_host_peak()
+        held = copying.host_bytes().now_bytes
+        copying.reset_host_peak()
         loss.backward()
-    found = runtime.host_bytes()
+    found = copying.host_bytes()
     assert (found.now_bytes == held) == early
     assert (found.peak_bytes - held < gradients * 2 / 3) == early

@@ -13,13 +13,13 @@ import pytest
 import torch
 
 import fxremat
+from benchmarks.allocator import most_requested
 from fxremat.compat.absent.pretending import fake_cuda
 from fxremat.compile.request import Budget, Request
 from fxremat.core.events import Allocate, Backward, Event, Forward, Free, Given, Outside, RunEvents
 from fxremat.core.step import Interface, StepPoint, Version
 from fxremat.cost import device
 from fxremat.cost.device import card_named
-from fxremat.memory.allocator import replay
 from fxremat.memory.allocator_settings import AllocatorSettings
 from fxremat.options import parse_options
 from fxremat.sizes import MIB
@@ -72,8 +72,8 @@ def events_of(saved: tuple[int, ...], again: int) -> RunEvents:
 
 def figures(events: RunEvents, time_us: float) -> Version:
     """Of a version with these events."""
-    first = replay(events.forward).peak_requested_bytes
-    both = replay((*events.forward, *events.backward)).peak_requested_bytes
+    first = most_requested(events.forward)
+    both = most_requested((*events.forward, *events.backward))
     sizes = events.sizes()
     live = {e.name for e in events.forward if isinstance(e, Allocate)}
     live -= {e.name for e in events.forward if isinstance(e, Free)}

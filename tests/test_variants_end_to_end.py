@@ -155,7 +155,7 @@ def test_lossy_rules_are_left_out_unless_allowed() -> None:
 
 
 def parse(**options: object) -> Any:
-    return parse_options(options, device_total_bytes=None, environment={}).variants
+    return parse_options(options, device_total_bytes=None).variants
 
 
 def test_names_are_read_as_a_list_or_as_text() -> None:

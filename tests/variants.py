@@ -17,8 +17,8 @@ from unittest import mock
 import torch
 from torch import fx, nn
 
+from benchmarks.prepared import prepare
 from fxremat.compat.joint_graph import copy_module, extract_forward_backward, module_of
-from fxremat.compile.pipeline import prepare
 from fxremat.compile.verification import taken_variant
 from fxremat.passes.joint_graph import JointGraph, Role, is_tensor, root
 from fxremat.passes.nodes import adder, fake

@@ -20,7 +20,7 @@ from fxremat.compat.absent.pretending import CUDA
 from fxremat.compat.dynamo import fresh_dynamo_caches, inline_regions
 from fxremat.compat.inductor.generated_code import Generated, generate
 from fxremat.compat.joint_graph import copy_module, donatable, donate, is_tangent, torch_partition
-from fxremat.compat.tensors import READ, on_host_without_memory, without_memory
+from fxremat.compat.tensors import on_host_without_memory, without_memory
 from fxremat.compile import session
 from fxremat.compile.driver import generating, patches_for, total_bytes, traced
 from fxremat.compile.dry_run.dry_run import dry_run
@@ -34,6 +34,8 @@ from fxremat.memory.measured_peak import uncollected
 from fxremat.options import parse_options
 from fxremat.report.report import Report
 from fxremat.step.planned import plan_in_order
+
+from .without_device import READ
 
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 

@@ -24,9 +24,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fxremat.memory.allocator import CachingAllocator
 from fxremat.sizes import MIB
 
+from ..allocator import Allocator
 from ..rows import format_table, mib, number
 
 FOLDER = Path(__file__).parent.parent / "results" / "steps"
@@ -91,7 +91,7 @@ def recorded_steps() -> list[Recorded]:
 class _Heap:
     """The allocator, with names for what is allocated; those of the graph are numbers."""
 
-    of: CachingAllocator = field(default_factory=CachingAllocator)
+    of: Allocator = field(default_factory=Allocator)
     live: dict[str, int] = field(default_factory=dict)
 
     def take(self, name: str, nbytes: int) -> None:

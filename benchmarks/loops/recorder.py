@@ -15,7 +15,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils import _pytree as pytree
 
-from fxremat.compat.absent.eager import without_device
+from benchmarks.loops.without_device import without_device
 from fxremat.compat.absent.pretending import CUDA
 from fxremat.compat.tensors import is_fake, storage_watch
 from fxremat.core.events import Allocate, EmptyCache, Event, Free

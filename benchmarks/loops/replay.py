@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from fxremat.core.events import Allocate, EmptyCache, Free
-from fxremat.memory.allocator import CachingAllocator
 from fxremat.memory.allocator_settings import AllocatorSettings
 
+from ..allocator import Allocator
 from .recorder import ARENA, Happening, LoopRecord, Moment
 
 
@@ -48,7 +48,7 @@ class _Heap:
     """The pools of the device, and what of the arena is in use."""
 
     settings: AllocatorSettings
-    pools: dict[str, CachingAllocator] = field(init=False)
+    pools: dict[str, Allocator] = field(init=False)
     addresses: dict[str, int] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
     """Of all blocks that are there, also of those in the arena."""
@@ -56,7 +56,7 @@ class _Heap:
     placed: int = 0
 
     def __post_init__(self) -> None:
-        self.pools = {name: CachingAllocator(self.settings) for name in ("common", "graphs")}
+        self.pools = {name: Allocator(self.settings) for name in ("common", "graphs")}
 
     @property
     def reserved(self) -> int:

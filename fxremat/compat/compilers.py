@@ -186,9 +186,6 @@ def trace_without_gradients(
     gm: fx.GraphModule, inputs: Sequence[Any], patches: Mapping[str, Any]
 ) -> fx.GraphModule:
     """The graph of a call that takes no gradients, as Inductor lowers it."""
-    from torch._dynamo.backends.common import aot_autograd
-    from torch._dynamo.backends.debugging import boxed_nop
-
     traced = list[fx.GraphModule]()
 
     def keep(module: fx.GraphModule, inputs: Any) -> Any:

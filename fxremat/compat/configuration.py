@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch._functorch.config as functorch_config
-from torch import fx
 from torch._inductor import config as inductor_config
 from torch._inductor import list_mode_options
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
@@ -30,10 +28,10 @@ __all__ = [
     "SchedulerPass",
     "cache_directory",
     "caches_disabled",
-    "chain_passes",
     "functorch_config",
     "inductor_config",
     "inductor_patches",
+    "passes_of",
 ]
 
 CUDAGRAPHS = "triton.cudagraphs"
@@ -61,21 +59,6 @@ def inductor_patches(mode: str | None, options: Mapping[str, Any]) -> dict[str, 
     return patches
 
 
-def chain_passes(theirs: Any) -> Any:
-    """What the user configured as post-grad pass as one callable; a list from torch 2.13 on."""
-    if theirs is None or callable(theirs):
-        return theirs
-    return _Chain(tuple(theirs))
-
-
-@dataclass(frozen=True)
-class _Chain:
-    passes: tuple[Any, ...]
-
-    def __call__(self, graph: fx.Graph) -> None:
-        for one in self.passes:
-            one(graph)
-
-    def uuid(self) -> Any:
-        parts = tuple(getattr(one, "uuid", lambda: None)() for one in self.passes)
-        return parts if all(parts) else None
+def passes_of(theirs: Any) -> tuple[Any, ...]:
+    """What the user configured as passes of Inductor: none, one, or a list from torch 2.13 on."""
+    return () if theirs is None else (theirs,) if callable(theirs) else tuple(theirs)

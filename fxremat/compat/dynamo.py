@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from operator import attrgetter
+from traceback import walk_stack
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 from unittest import mock
@@ -64,15 +65,13 @@ def with_stack_room(function: Callable[Given, Result]) -> Callable[Given, Result
 def calling_modules() -> dict[nn.Module, tuple[Any, ...]]:
     """The modules whose call is running, the outermost first, with what each was given."""
     found: dict[nn.Module, tuple[Any, ...]] = {}
-    frame = sys._getframe(1)
-    while frame is not None:
+    for frame, _ in walk_stack(sys._getframe(1)):
         names = frame.f_locals if frame.f_code.co_name in _CALLS else {}
         caller = names.get("self")
         if isinstance(caller, nn.Module) and not isinstance(caller, fx.GraphModule):
             given = *names.get("args", ()), *names.get("kwargs", {}).values()
             found.pop(caller, None)
             found[caller] = given
-        frame = frame.f_back  # type: ignore[assignment]
     return dict(reversed(found.items()))
 
 
@@ -254,14 +253,14 @@ def is_whole_call(caller: FrameType) -> bool:
     """
     own: Any = nn.Module
     ways = own._call_impl.__code__, own._wrapped_call_impl.__code__
-    frame: FrameType | None = sys._getframe(2)
     between = 0
-    while frame is not None and frame is not caller:
+    for frame, _ in walk_stack(sys._getframe(2)):
+        if frame is caller:
+            return between == 1
         code = frame.f_code
         is_way = any(code is way for way in ways)  # not each code has a hash: Dynamo makes some
         between += not is_way and code.co_filename != eval_frame.__file__
-        frame = frame.f_back
-    return frame is caller and between == 1
+    return False
 
 
 def checkpointed_regions(gm: fx.GraphModule) -> int:
@@ -405,8 +404,6 @@ def leave_out_logs(functions: Iterable[Callable[..., Any]]) -> None:
     _config.ignore_logging_functions.update(functions)
 
 
-def mark_dynamic(
-    tensor: torch.Tensor, dimension: int, low: int | None = None, high: int | None = None
-) -> None:
+def mark_dynamic(tensor: torch.Tensor, dimension: int) -> None:
     """Have Dynamo trace a dimension as a symbol; it fails where the model fixes the size."""
-    torch._dynamo.mark_dynamic(tensor, dimension, min=low, max=high)
+    torch._dynamo.mark_dynamic(tensor, dimension)

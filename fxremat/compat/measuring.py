@@ -55,19 +55,6 @@ def keep_busy(device: torch.device) -> None:
         torch.cuda._sleep(400_000)  # type: ignore[no-untyped-call]
 
 
-def recorded_allocations(run: Callable[[], object], device: torch.device) -> dict[str, Any]:
-    """What CUDA's allocator did while ``run`` ran, as `torch.cuda.memory._snapshot` gives it."""
-    record: Any = torch.cuda.memory._record_memory_history
-    record(context=None, stacks="python")
-    try:
-        run()
-        torch.cuda.synchronize(device)
-        snapshot: dict[str, Any] = torch.cuda.memory._snapshot(device)
-    finally:
-        record(enabled=None)
-    return snapshot
-
-
 def profiler_runs() -> bool:
     """Whether torch's profiler records now, on any thread."""
     runs: bool = profiler._is_profiler_enabled

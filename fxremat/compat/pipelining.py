@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -53,10 +54,9 @@ def running_pipeline() -> RunningPipeline | None:
         return None
     # A frame that was asked for its locals keeps them alive: the user's are not asked.
     files = {stages_of_torch.__file__, schedules_of_torch.__file__}
-    stage, given, micro, frame = None, (), {}, sys._getframe(1)
-    while frame is not None:
+    stage, given, micro = None, (), {}
+    for frame, _ in walk_stack(sys._getframe(1)):
         if frame.f_code.co_filename not in files:
-            frame = frame.f_back  # type: ignore[assignment]
             continue
         caller, name = frame.f_locals.get("self"), frame.f_code.co_name
         if stage is None and isinstance(caller, stages_of_torch._PipelineStageBase):
@@ -68,7 +68,6 @@ def running_pipeline() -> RunningPipeline | None:
                 micro = frame.f_locals
             elif name == "step":
                 return _running(schedules_of_torch, caller, stage, given, micro, frame.f_locals)
-        frame = frame.f_back  # type: ignore[assignment]
     return None
 
 

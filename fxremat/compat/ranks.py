@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from datetime import timedelta
+from traceback import walk_stack
 from typing import Any
 from unittest import mock
 
@@ -268,9 +269,8 @@ def _compiler_of_parts() -> Any:
     if backends is None:
         return None
     own = backends.SubmodCompiler.compile_submod.__code__
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code is not own:
-        frame = frame.f_back  # type: ignore[assignment]
+    frames = (frame for frame, _ in walk_stack(sys._getframe(1)) if frame.f_code is own)
+    frame = next(frames, None)
     return None if frame is None else frame.f_locals["self"]
 
 

@@ -38,6 +38,19 @@ def size_bound(size: Any) -> int:
     return bound
 
 
+def planned_input(value: Any) -> Any:
+    """What a graph gets for an input: a tensor without memory, or the size planned for."""
+    if isinstance(value, torch.Tensor):
+        shape, stride = list(map(size_bound, value.shape)), list(map(size_bound, value.stride()))
+        return torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
+    return size_bound(value) if isinstance(value, torch.SymInt) else value
+
+
+def planned_inputs(graph: fx.Graph) -> dict[str, Any]:
+    """The inputs of a graph by their names, in order, each as a `planned_input`."""
+    return {n.name: planned_input(n.meta.get("val")) for n in graph.find_nodes(op="placeholder")}
+
+
 @dataclass(frozen=True)
 class _At:
     """Values of symbols, and what expressions of these alone have come to."""

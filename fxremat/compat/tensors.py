@@ -11,7 +11,6 @@ import torch
 from torch import fx
 from torch._guards import detect_fake_mode, tracing
 from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
     FakeTensor,
     FakeTensorMode,
     unset_fake_temporarily,
@@ -102,9 +101,6 @@ def fake_mode_of(graph: fx.Graph) -> AbstractContextManager[Any]:
     mode = detect_fake_mode([one])  # asked for each node that is added: they all share it
     return nullcontext() if mode is None else mode
 
-
-READ: tuple[type[Exception], ...] = (DataDependentOutputException,)
-"""Raised where values are read that tensors without memory do not have."""
 
 outside_fake_mode = unset_fake_temporarily
 """Tensors made inside are real, also in the middle of a compilation."""
@@ -281,12 +277,6 @@ def tensor_over(
     with _plain():
         made: torch.Tensor = package.from_dlpack(block[begin:end]).view(dtype or torch.uint8)
         return made
-
-
-def write_over(block: torch.Tensor, begin: int, end: int, byte: int) -> None:
-    """Write ``byte`` all over these bytes of ``block``."""
-    with _plain():
-        block[begin:end].fill_(byte)
 
 
 def allocate_in_pool(pool: Any, device: torch.device) -> None:

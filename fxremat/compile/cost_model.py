@@ -28,11 +28,7 @@ from fxremat.runtime import kernels
 
 
 def op_timer(
-    request: Request,
-    device: torch.device,
-    spec: DeviceSpec | None = None,
-    *,
-    images_last: bool = False,
+    request: Request, device: torch.device, spec: DeviceSpec | None, *, images_last: bool
 ) -> OpTimer:
     """The times asked for; ``spec`` is that of a device which is not here.
 
@@ -137,14 +133,13 @@ def cost_model(
     device = device_of_inputs([node.meta.get("val") for node in graph.find_nodes(op="placeholder")])
     module = graph.owning_module if request.compiled else None
     images_last = module is not None and prefers_channels_last(module)
-    if request.device.card is not None:
-        card = card_named(request.device.card)
-        spec = card.spec
-        timer = op_timer(request, device, spec, images_last=images_last)
+    card = None if request.device.card is None else card_named(request.device.card)
+    spec = spec if card is None else card.spec
+    timer = op_timer(request, device, spec, images_last=images_last)
+    if card is not None:
         threads = Multiprocessors(card.multiprocessors, card.limits.threads)
         scratch = CudaScratch(request.compiled, threads)
         return CostModel(request, device, timer, scratch, name, scratch.of_node)
     workspaces = Workspaces(device, images_last=images_last, by_inductor=request.compiled)
     workspace = workspaces.of_node if measured else kernels.declared
-    timer = op_timer(request, device, spec, images_last=images_last)
     return CostModel(request, device, timer, workspaces, name, workspace)

@@ -22,9 +22,9 @@ from fxremat.compat.configuration import (
     PARTITIONER,
     POST_GRAD_PASS,
     SCHEDULER_PASS,
-    chain_passes,
     inductor_config,
     inductor_patches,
+    passes_of,
 )
 from fxremat.compat.inductor.kernels import look_for_vectors
 from fxremat.compile import session
@@ -83,8 +83,8 @@ def patches_for(
     return {
         **exact,
         **user,
-        POST_GRAD_PASS: WriteResults(build(), chain_passes(theirs(POST_GRAD_PASS))),
-        SCHEDULER_PASS: Fence(build(), theirs(SCHEDULER_PASS)),
+        POST_GRAD_PASS: WriteResults(build(), passes_of(theirs(POST_GRAD_PASS))),
+        SCHEDULER_PASS: Fence(build(), passes_of(theirs(SCHEDULER_PASS))),
     }
 
 

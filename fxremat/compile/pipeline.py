@@ -25,9 +25,9 @@ from torch import fx
 
 from fxremat.compat.joint_graph import mark_repeatable
 from fxremat.compile import verification
-from fxremat.compile.cost_model import CostModel, MemoryEstimation, cost_model
+from fxremat.compile.cost_model import CostModel, MemoryEstimation
 from fxremat.compile.draft import Draft
-from fxremat.compile.request import Policy, Request
+from fxremat.compile.request import Request
 from fxremat.compile.stage_times import StageTimes
 from fxremat.compile.verification import Verifier
 from fxremat.cost.second_runs import mark_functions
@@ -36,7 +36,7 @@ from fxremat.passes.base import Changed, Pass
 from fxremat.passes.gradient_sums import GradientSums
 from fxremat.passes.halves import Cut, CutAsTorch, DonateSaved
 from fxremat.passes.inplace import WriteInPlace
-from fxremat.passes.joint_graph import CleanUp, JointGraph
+from fxremat.passes.joint_graph import CleanUp
 from fxremat.passes.offload import AddBeforePutting
 from fxremat.passes.recompute import ApplyPlan
 from fxremat.passes.user_tags import ObeyMustRecompute, ProtectMutatedInputs
@@ -48,10 +48,6 @@ log = logging.getLogger(__name__)
 
 RunPass = Callable[[Pass, fx.GraphModule], Changed]
 """Runs a pass on a graph; times and logs it, and checks its contract where that is asked for."""
-
-
-def _compiled(request: Request) -> bool:
-    return request.compiled
 
 
 @dataclass(frozen=True)
@@ -163,7 +159,7 @@ def _in_each_half(makes: Callable[[], Pass], verifier: Verifier | None = None) -
             run(makes(), half)
         return draft
 
-    return PassStep(run_on, verifier, _compiled)
+    return PassStep(run_on, verifier, lambda request: request.compiled)
 
 
 PREPARE = (
@@ -190,7 +186,7 @@ APPLY = (
     PassStep(split, verification.halves),
     _in_each_half(LayOutRows, verification.rows),
 )
-AS_TORCH = (PassStep(split_as_torch, verification.halves_of_torch),)
+AS_TORCH = (PassStep(split_as_torch, verification.halves),)
 DONATE = (PassStep(donate),)
 BEGIN = (_in_each_half(partial(CompileRows, waits=False)),)
 FINISH = (_in_each_half(CompileRows),)
@@ -235,14 +231,3 @@ class Runner:
             code = changed.graph_module.print_readable(print_output=False)
             log.debug("after %s: %d nodes\n%s", one.name, len(module.graph.nodes), code)
         return changed
-
-
-def prepare(module: fx.GraphModule, num_forward_outputs: int, *, fused: bool = False) -> JointGraph:
-    """The joint graph as it is planned, where nothing more is asked for; changes the module.
-
-    Sums of gradients round as Inductor's do if the graph is ``fused``, else as eager torch's.
-    """
-    request = Request(policy=Policy(executor="inductor" if fused else "aot_eager"))
-    costs = cost_model(request, module.graph, "prepared", measured=False)
-    draft = Draft(module, num_forward_outputs)
-    return Runner(costs, StageTimes()).run("prepare", PREPARE, draft).joint

@@ -334,8 +334,8 @@ def _free_memory(device: torch.device) -> int:
     Rounded coarsely: what other programs take now makes no other plan, which no cache would know.
     """
     free, total = torch.cuda.mem_get_info(device)
-    of_all = getattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)(device)
-    there = min(torch.cuda.memory_reserved(device) + free, int(of_all * total))
+    allowed = int(torch.cuda.get_per_process_memory_fraction(device) * total)
+    there = min(torch.cuda.memory_reserved(device) + free, allowed)
     part = total // BUDGET_PARTS
     return there * (BUDGET_PARTS - 2) // BUDGET_PARTS // part * part or there
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -18,8 +17,8 @@ from torch import fx, nn
 from fxremat import inactive
 from fxremat.compat.configuration import cache_directory
 from fxremat.compat.joint_graph import copy_module
-from fxremat.core.json_data import from_data, to_data
-from fxremat.disk_cache import write_whole
+from fxremat.core.json_data import InvalidData, from_data, to_data
+from fxremat.disk_cache import Answers
 from fxremat.report.report import Report
 
 Study = Callable[[Any, Any], None]
@@ -100,11 +99,6 @@ def separate() -> Iterator[None]:
         STATE = outer
 
 
-def store_path(key: str) -> Path:
-    """Where the report of a graph is kept, beside Inductor's own cache."""
-    return Path(cache_directory()) / "fxremat" / "reports" / f"{key}.json"
-
-
 def digest(*parts: Any) -> str:
     """A name for everything that a report depends on."""
     return hashlib.sha256(repr(parts).encode()).hexdigest()
@@ -129,29 +123,19 @@ def signature(gm: fx.GraphModule, inputs: Sequence[Any]) -> str:
     return digest(gm.code, sizes_of(inputs))
 
 
-def seen_as(gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[Any, int]:
-    """The step in which a graph was seen, and which part it is there; None and 0 if in none."""
-    if not STATE.seen:
-        return None, 0
-    return STATE.seen.get(signature(gm, inputs), (None, 0))
-
-
-def seen_in(part: nn.Module | None) -> tuple[Any, int]:
-    """The step in which another graph of this module was seen; None and 0 if in none.
-
-    Code may look at what it is given, and a tensor without memory cannot show that.
-    """
-    return (None, 0) if part is None else STATE.seen_parts.get(part, (None, 0))
-
-
 def store(key: str, report: Report) -> None:
     """Keep a report for the time when a cache answers instead of us; if there is room for it."""
-    write_whole(store_path(key), json.dumps(to_data(report)))
+    _kept().keep({"report": key}, to_data(report))
 
 
 def load(key: str, graph: int) -> Report | None:
     """The report kept under ``key``; None where there is none or it cannot be read."""
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        data = json.loads(store_path(key).read_text(encoding="utf-8"))
-        return replace(from_data(Report, data), graph=graph, from_cache=True)
+    with suppress(InvalidData):
+        report = from_data(Report, _kept().read({"report": key}))
+        return replace(report, graph=graph, from_cache=True)
     return None
+
+
+def _kept() -> Answers:
+    """Reports, beside Inductor's own cache."""
+    return Answers(Path(cache_directory()) / "fxremat" / "reports")

@@ -15,7 +15,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import count
 
 from fxremat.compile.constants import LONG_S
 
@@ -63,7 +62,7 @@ class ProgressLine:
             self.is_shown = False
 
 
-@dataclass
+@dataclass(eq=False)
 class _Running:
     """A stage that has not ended: what it does, since when, and the seconds spent before it."""
 
@@ -81,17 +80,17 @@ class _Watch:
     """
 
     def __init__(self) -> None:
-        self._lock, self._keys = threading.Lock(), count()
-        self._running: dict[int, _Running] = {}
+        self._lock = threading.Lock()
+        self._running: list[_Running] = []
         self._is_looking = False
         self._line = ProgressLine()
 
     @contextmanager
     def watched(self, known: str, spent_before: float) -> Iterator[None]:
         """What runs inside is named once it takes long."""
-        key = next(self._keys)
+        stage = _Running(time.perf_counter(), known, spent_before)
         with self._lock:
-            self._running[key] = _Running(time.perf_counter(), known, spent_before)
+            self._running.append(stage)
             if not self._is_looking:
                 self._is_looking = True
                 threading.Thread(target=self._look, daemon=True).start()
@@ -99,7 +98,7 @@ class _Watch:
             yield
         finally:
             with self._lock:
-                self._running.pop(key, None)
+                self._running.remove(stage)
                 if not self._running:  # what is written next begins a line
                     self._line.clear()
 
@@ -111,7 +110,7 @@ class _Watch:
                 if not self._running:
                     self._is_looking = False
                     return
-                now, running = time.perf_counter(), list(self._running.values())
+                now, running = time.perf_counter(), self._running
                 late = [one for one in running if now >= one.begun + LONG_S and not one.is_told]
                 for one in late:
                     one.is_told = True

@@ -30,8 +30,6 @@ from fxremat.passes.memory_estimation import Estimate
 from fxremat.passes.variants.insertion import Rule
 from fxremat.runtime.grouped_products import trace_experts
 
-MODES = ("inductor", "aot_eager")
-
 
 @dataclass(frozen=True)
 class TracedStep:

@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial, wraps
 
-from torch import fx
-
 from fxremat.compile.draft import Draft
 from fxremat.passes.base import Pass
+from fxremat.passes.halves import Rewritten
 from fxremat.passes.variants.insertion import InsertedVariant
 from fxremat.passes.variants.table import RULES
 from fxremat.verify.aliasing import check_in_place
@@ -91,22 +90,13 @@ def writes(before: Draft, after: Draft) -> None:
 
 @_of_both
 def halves(before: Draft, after: Draft) -> None:
-    """The halves compute what the planned graph does, and nothing twice."""
-    cut = before.rewritten.module.graph
+    """The halves compute what the planned graph does, or, as torch cuts, the joint graph."""
     forward, backward = after.halves
-    check_waits(cut)
-    check_split(backward.graph, [n.name for n in before.rewritten.saved], forward.graph)
-    _computes(cut, after)
-
-
-@_of_both
-def halves_of_torch(before: Draft, after: Draft) -> None:
-    """The halves compute what the joint graph does."""
-    _computes(before.joint.module.graph, after)
-
-
-def _computes(graph: fx.Graph, after: Draft) -> None:
-    forward, backward = after.halves
+    cut = before.rewritten or before.joint
+    graph = cut.module.graph
+    if isinstance(cut, Rewritten):
+        check_waits(graph)
+        check_split(backward.graph, [n.name for n in cut.saved], forward.graph)
     check_halves(
         graph,
         forward.graph,

@@ -3,19 +3,19 @@
 A request is rounded, then served by the smallest free block of its pool and stream that holds it.
 Where there is none, a segment is taken from the device. Source: torch 2.11 to 2.14,
 c10/cuda/CUDACachingAllocator.cpp (`malloc`, `get_free_block`, `alloc_block`, `alloc_found_block`,
-`free_block`, `release_block`).
+`free_block`).
 
-Not modelled: a device that is full, for which cached blocks would go back; blocks that wait for
+Not modelled: a cache that is emptied, as where a device is full; blocks that wait for
 another stream (record_stream), private pools of CUDA graphs, and the addresses that cudaMalloc
 chooses. What the CUDA context and libraries hold is no part of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from fxremat.core.events import Allocate, EmptyCache, Event, Free
+from fxremat.core.events import Allocate, Event, Free
 from fxremat.memory.allocator_blocks import Block, Device, ExpandableSegments, Pool
 from fxremat.memory.allocator_settings import (
     LARGEST_SMALL_BYTES,
@@ -30,12 +30,12 @@ class CachingAllocator:
     """The allocator of one device, which never runs out.
 
     ``allocated`` and `reserved` are bytes as torch.cuda.memory_allocated and memory_reserved count
-    them, ``requested`` what callers asked for and have not freed.
+    them.
     """
 
     def __init__(self, settings: AllocatorSettings | None = None) -> None:
         self.settings = settings or AllocatorSettings()
-        self.allocated = self.requested = self.peak_allocated_bytes = self.peak_requested_bytes = 0
+        self.allocated = self.peak_allocated_bytes = 0
         self._device = Device()
         self._small, self._large = Pool(small=True), Pool(small=False)
         self._expandable = ExpandableSegments(self._device, self.settings.large_segment)
@@ -50,14 +50,6 @@ class CachingAllocator:
     def peak_reserved_bytes(self) -> int:
         """The most that `reserved` has been."""
         return self._device.most_taken
-
-    def free_blocks(self) -> list[tuple[int, int, int, bool]]:
-        """Every free block: its stream, bytes, address, and whether it is of the small pool."""
-        return [
-            (block.stream, block.nbytes, block.address, pool.small)
-            for pool in (self._small, self._large)
-            for block in pool.free_blocks()
-        ]
 
     def allocate(self, nbytes: int, stream: int = 0) -> int:
         """The address of a block for ``nbytes``; 0, and no block, for none."""
@@ -74,11 +66,9 @@ class CachingAllocator:
             block = self._new(pool, stream, rounded)
         if is_worth_splitting(block.nbytes, rounded, pool.small, self.settings):
             pool.add(block.cut(rounded))
-        block.allocated, block.requested = True, nbytes
+        block.allocated = True
         self._live[block.address] = pool, block
-        self.requested += nbytes
         self.allocated += block.nbytes
-        self.peak_requested_bytes = max(self.peak_requested_bytes, self.requested)
         self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated)
         return block.address
 
@@ -90,18 +80,8 @@ class CachingAllocator:
             raise ValueError(f"nothing is allocated at {address:#x}; free each address once")
         pool, block = self._live.pop(address)
         self.allocated -= block.nbytes
-        self.requested -= block.requested
         block.allocated = False
         pool.add(pool.merge(block))
-
-    def empty_cache(self) -> None:
-        """Gives back every segment, and every page, that holds no block in use."""
-        for pool in (self._large, self._small):
-            for block in pool.free_blocks():
-                if block.space is None and not block.is_split:
-                    pool.remove(block)
-                    self._device.take(-block.nbytes)
-            self._expandable.release(pool)
 
     def _may_serve(self, free: int, rounded: int) -> bool:
         """Whether oversize blocks, which are not split, are kept for requests of their size."""
@@ -126,7 +106,7 @@ def _best_fit(pool: Pool, stream: int, rounded: int) -> Block | None:
     """
     fitting = pool.at_least(stream, rounded)
     best = next(fitting, None)
-    if best is None or best.space is None:
+    if best is None or best.page is None:
         return best
     for block in fitting:
         if block.reach >= best.reach:
@@ -141,15 +121,14 @@ class Usage:
 
     peak_allocated_bytes: int
     peak_reserved_bytes: int
-    peak_requested_bytes: int
 
 
-def apply_events(allocator: CachingAllocator, events: Iterable[Event]) -> Iterator[None]:
-    """Applies one event after the other, yielding after each.
+def replay(events: Iterable[Event], settings: AllocatorSettings | None = None) -> Usage:
+    """The peaks of a trace that starts with an empty allocator, and never empties its cache.
 
     Raises `ValueError` for a name that is allocated twice, or freed without being allocated.
     """
-    address_of: dict[str, int] = {}
+    allocator, address_of = CachingAllocator(settings), dict[str, int]()
     for step, event in enumerate(events):
         match event:
             case Allocate(name, nbytes, stream):
@@ -160,21 +139,4 @@ def apply_events(allocator: CachingAllocator, events: Iterable[Event]) -> Iterat
                 if name not in address_of:
                     raise ValueError(f"event {step} frees {name!r}, which is not allocated")
                 allocator.free(address_of.pop(name))
-            case EmptyCache():
-                allocator.empty_cache()
-        yield
-
-
-def replay(events: Iterable[Event], settings: AllocatorSettings | None = None) -> Usage:
-    """The peaks of a trace that starts with an empty allocator.
-
-    Raises `ValueError` as `apply_events` does.
-    """
-    allocator = CachingAllocator(settings)
-    for _ in apply_events(allocator, events):
-        pass
-    return Usage(
-        allocator.peak_allocated_bytes,
-        allocator.peak_reserved_bytes,
-        allocator.peak_requested_bytes,
-    )
+    return Usage(allocator.peak_allocated_bytes, allocator.peak_reserved_bytes)

@@ -15,33 +15,21 @@ from fxremat.memory.allocator_settings import SMALL_SEGMENT_BYTES, round_up
 from fxremat.sizes import MIB, TIB
 
 
-@dataclass(frozen=True)
-class AddressSpace:
-    """Addresses kept for one expandable segment; pages of it are mapped when they are needed."""
-
-    address: int
-    nbytes: int
-    page: int
-
-
 @dataclass(slots=True, eq=False)
 class Block:
-    """A stretch of a segment: allocated, free, or (``mapped`` false) addresses without memory."""
+    """A stretch of a segment: allocated, free, or (``mapped`` false) addresses without memory.
+
+    An expandable segment is mapped in pages of so many bytes; others have no ``page``.
+    """
 
     address: int
     nbytes: int
     stream: int
-    space: AddressSpace | None = None
+    page: int | None = None
     mapped: bool = True
     allocated: bool = False
-    requested: int = 0
     before: Block | None = None
     after: Block | None = None
-
-    @property
-    def is_split(self) -> bool:
-        """Whether the segment holds more than this block."""
-        return self.before is not None or self.after is not None
 
     @property
     def reach(self) -> int:
@@ -52,7 +40,7 @@ class Block:
     def cut(self, nbytes: int) -> Block:
         """Shortens the block to ``nbytes``; the rest, of the same kind, becomes its neighbour."""
         rest = Block(
-            self.address + nbytes, self.nbytes - nbytes, self.stream, self.space, self.mapped
+            self.address + nbytes, self.nbytes - nbytes, self.stream, self.page, self.mapped
         )
         rest.before, rest.after = self, self.after
         if self.after is not None:
@@ -103,10 +91,6 @@ class Pool:
         """Free blocks of ``stream`` with ``nbytes`` or more, smallest first."""
         rows = self._free[stream]
         return (rows[index][2] for index in range(bisect_left(rows, (nbytes,)), len(rows)))
-
-    def free_blocks(self) -> list[Block]:
-        """All free blocks by stream, size and address."""
-        return [row[2] for stream in sorted(self._free) for row in self._free[stream]]
 
     def unmapped(self, stream: int) -> list[Block]:
         """Addresses of ``stream`` without memory, lowest first."""
@@ -168,9 +152,8 @@ class ExpandableSegments:
 
     Each is one range of addresses for a pool and a stream, mapped page by page. New memory goes to
     the lowest addresses at which the request has room in free blocks and unmapped pages side by
-    side, so that holes are filled first. Where the cache is emptied, every page that no block
-    touches is unmapped. Source: torch, c10/cuda/CUDACachingAllocator.cpp (`ExpandableSegment`,
-    `find_expandable_block`, `map_block`, `unmap_block`).
+    side, so that holes are filled first. Source: torch, c10/cuda/CUDACachingAllocator.cpp
+    (`ExpandableSegment`, `find_expandable_block`, `map_block`).
     """
 
     device: Device
@@ -188,12 +171,6 @@ class ExpandableSegments:
         pool.remove(block)
         return block
 
-    def release(self, pool: Pool) -> None:
-        """Unmaps each page of ``pool`` that lies in a free block."""
-        for block in pool.free_blocks():
-            if block.space is not None:
-                self._unmap(pool, block, block.space)
-
     def _lowest_room(self, pool: Pool, stream: int, nbytes: int) -> Block | None:
         """Where ``nbytes`` fit at the lowest address; a free block before unmapped pages counts."""
         for hole in pool.unmapped(stream):
@@ -207,16 +184,15 @@ class ExpandableSegments:
         """More addresses than any device has bytes, so that holes do not use them up."""
         page = SMALL_SEGMENT_BYTES if pool.small else self.large_page
         nbytes = round_up(max(_SPACE_BYTES, least_bytes), page)
-        space = AddressSpace(self.device.addresses(nbytes, page), nbytes, page)
-        block = Block(space.address, nbytes, stream, space, mapped=False)
+        address = self.device.addresses(nbytes, page)
+        block = Block(address, nbytes, stream, page, mapped=False)
         pool.add(block)
         return block
 
     def _map(self, pool: Pool, hole: Block, nbytes: int) -> Block:
         """Gives memory to the first ``nbytes`` of ``hole``, in whole pages."""
-        space = hole.space
-        assert space is not None
-        added = round_up(nbytes, space.page)
+        assert hole.page is not None
+        added = round_up(nbytes, hole.page)
         self.device.take(added)
         pool.remove(hole)
         if added < hole.nbytes:
@@ -225,23 +201,3 @@ class ExpandableSegments:
         block = pool.merge(hole)
         pool.add(block)
         return block
-
-    def _unmap(self, pool: Pool, block: Block, space: AddressSpace) -> None:
-        """Takes the memory from the pages that lie in ``block`` whole; the rest stays free."""
-        end = block.address + block.nbytes - space.address
-        first = round_up(block.address - space.address, space.page)
-        removed = end // space.page * space.page - first
-        if removed <= 0:
-            return
-        pool.remove(block)
-        before = space.address + first - block.address
-        if before > 0:
-            head, block = block, block.cut(before)
-            pool.add(head)
-        if removed < block.nbytes:
-            pool.add(block.cut(removed))
-        self.device.take(-removed)
-        block.mapped = False
-        block = pool.merge(block)
-        if block.is_split:
-            pool.add(block)

@@ -32,10 +32,9 @@ from fxremat.compat.tensors import (
     new_block,
     reinterpret,
     storage_number,
-    write_over,
 )
 from fxremat.core.layout import HalfLayout, StepLayout, extent
-from fxremat.memory.slots import Covered, Group, Slot, held
+from fxremat.memory.slots import Covered, Slot, held
 from fxremat.runtime.placed import Place, Places, closely, go_on_with
 from fxremat.sizes import format_bytes
 
@@ -67,8 +66,8 @@ class PlacedHalf:
         self.places: list[Place | None] = []
         self.outlive: list[Slot] = []
         """What is planned to live on when the half has ended, and (``within``) what is not."""
-        self.within = Group()
-        self.watched = Group()
+        self.within: list[Slot] = []
+        self.watched: list[Slot] = []
         """What may be held when the half begins, and overlaps with places of it."""
         self.current: list[Place | None] = []
         """The places that it has this time."""
@@ -92,7 +91,6 @@ class PlacedHalf:
         arena, slot, place = self.arena, self.slots[number], self.current[number]
         assert slot is not None
         assert place is not None
-        arena.poison_dead()
         before = place.before if self.covered is None else self.covered.owners(slot)
         if not self._fits(place, slot, size, stride, dtype, empty):
             arena.note_difference()
@@ -101,7 +99,6 @@ class PlacedHalf:
         else:
             if self.covered is not None:
                 self.covered.cover(slot)
-            arena.note_filled(slot)
             return reinterpret(slot.base, size, stride, 0)
         if self.covered is None:  # from now on bytes may be held from longer ago than planned
             pairs = zip(self.slots[:number], self.current, strict=False)
@@ -145,7 +142,7 @@ class PlacedHalf:
         slots = dict.fromkeys(slot for slot in self.slots if slot is not None)
         outlive = {self.slots[index] for index in self.layout.outlive}
         self.outlive = [slot for slot in slots if slot in outlive]
-        self.within = Group(slot for slot in slots if slot not in outlive)
+        self.within = [slot for slot in slots if slot not in outlive]
         self.places = self._places()
         self._beside = None
         self.bound = self.arena.state
@@ -171,10 +168,10 @@ class PlacedHalf:
     def watch(self, outliving: Iterable[Slot]) -> None:
         """Of all that may be held when a half begins, note what matters here."""
         covered, own = Covered(self.slots), set(self.saved)
-        self.watched = Group(one for one in outliving if one not in own and covered.owners(one))
+        self.watched = [one for one in outliving if one not in own and covered.owners(one)]
 
-    def begin(self, others: Sequence[Slot], *, decides: bool) -> Places:
-        """Its places without those that overlap with what others hold; whether `place` decides.
+    def begin(self, others: Sequence[Slot]) -> Places:
+        """Its places without those that overlap with what others hold.
 
         Without them, each of the rest comes after other ones in its bytes than it was planned to.
         """
@@ -191,7 +188,7 @@ class PlacedHalf:
                 self._beside = blocked, self._places(blocked)
             if blocked and self._beside is not None:
                 self.current = self._beside[1]
-        return map(closely, self.current) if decides else iter(self.current)
+        return iter(self.current)
 
 
 @dataclass(frozen=True, eq=False)
@@ -210,7 +207,7 @@ class Arena:
     is left. A second thread that comes in meanwhile allocates as ever, as does a half that begins
     inside of another one.
 
-    With ``poison``, a test, what nobody holds is filled with NaN. ``in_turn`` each graph sizes it.
+    ``in_turn`` each graph sizes it.
 
     On CUDA all else that a half allocates comes from a pool of its own, and a stream waits for the
     one that was in the arena before. No GPU has run that yet. Where CUDA graphs are recorded,
@@ -222,7 +219,7 @@ class Arena:
         self.device = device
         self.empty: Any = EMPTY.get(device.type)
         self.is_off = self.empty is None
-        self.poison = self.in_turn = False
+        self.in_turn = False
         self.block: torch.Tensor | None = None
         self.state = 0
         """Another number whenever slots may be other ones than before."""
@@ -235,8 +232,6 @@ class Arena:
         """Slots by the numbers of their storages."""
         self._leaked: dict[Slot, None] = {}
         """Held against the plan when their half had ended."""
-        self._filled: dict[Slot, None] = {}
-        """Not poisoned since they were given away."""
         self._is_changed = False
         self._lock = Lock()
         self._pool: Any = None
@@ -312,8 +307,7 @@ class Arena:
         try:
             if self._pool is not None:
                 allocate_as_before(self._pool, self.device)
-            self._leaked.update(dict.fromkeys(half.within.held()))
-            self.poison_dead()
+            self._leaked.update(dict.fromkeys(held(half.within)))
         finally:
             self._lock.release()
 
@@ -377,11 +371,10 @@ class Arena:
             if slot.is_moved:
                 self.renew(slot)
         self._leaked = dict.fromkeys(held(self._leaked))
-        others = half.watched.held()
+        others = held(half.watched)
         if self._leaked:
             others += self._leaked.keys() - set(half.saved)
-        self.poison_dead()
-        return half.begin(others, decides=self.poison)
+        return half.begin(others)
 
     def note_held(self, count: int) -> None:
         """So many buffers are allocated as ever, for others hold what lies there."""
@@ -397,22 +390,6 @@ class Arena:
         if not self.differences:
             log.warning("a graph asks for other buffers than were planned: they lie elsewhere")
         self.differences += 1
-
-    def note_filled(self, slot: Slot) -> None:
-        """Somebody is given the slot."""
-        if self.poison:
-            self._filled[slot] = None
-
-    def poison_dead(self) -> None:
-        """Fill what nobody holds any more, in the test mode."""
-        if not self.poison or not self._filled:
-            return
-        living = dict.fromkeys(held(self._filled))
-        for slot in self._filled.keys() - living.keys():
-            assert self.block is not None
-            has_nan = slot.base.is_floating_point() or slot.base.is_complex()
-            write_over(self.block, slot.begin, slot.end, 0xFF if has_nan else 0x7F)
-        self._filled = living
 
     # -- the block --------------------------------------------------------------------------------
 
@@ -432,8 +409,6 @@ class Arena:
                 log.warning("no memory for an arena of %s: nothing is placed", format_bytes(needed))
                 self.is_off = True
                 return
-            if self.poison:
-                write_over(self.block, 0, needed, 0xFF)
         self.state += 1
 
     def _give_back(self, *, lent: bool = False) -> None:
@@ -447,7 +422,7 @@ class Arena:
             half.unbind()
         if not lent:
             self._pool = None  # what of its memory nobody holds goes back to the device
-        self._slots, self.numbers, self._leaked, self._filled = {}, {}, {}, {}
+        self._slots, self.numbers, self._leaked = {}, {}, {}
 
     def _bind(self) -> None:
         """Have all halves find their slots, and what may be held when they begin."""

@@ -21,6 +21,7 @@ from fxremat.compat.backward import (
     when_backward_ends,
     when_backward_fails,
 )
+from fxremat.runtime.unsent_gradients import like
 from fxremat.sizes import format_bytes
 
 Call = Callable[..., Any]
@@ -60,11 +61,8 @@ def explained(call: Call, planned: Callable[[], str], why: str) -> Call:
             when_backward_ends(node, running.end)
         return results
 
-    marks = ("_torchdynamo", "__wrapped__")  # by these Dynamo finds the function below a wrapper
-    own = getattr(call, "__dict__", {})
-    vars(run).update({name: own[name] for name in own if not name.startswith(marks)})
     when_backward_fails(_explain)
-    return run
+    return like(call, run)
 
 
 @dataclass(eq=False)

@@ -16,6 +16,7 @@ import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -132,12 +133,9 @@ def _profiled(fn: Callable[[], object], device: torch.device) -> int:
 
 def _running_peak(events: Iterable[tuple[int, int, str]], kind: str = "CPU") -> int:
     """Most bytes allocated at once; events of the same nanosecond stay in recorded order."""
-    current = peak = 0
-    for _, nbytes, device in sorted(events, key=lambda event: event[0]):
-        if device == kind:
-            current += nbytes
-            peak = max(peak, current)
-    return peak
+    in_order = sorted(events, key=lambda event: event[0])
+    changes = (nbytes for _, nbytes, device in in_order if device == kind)
+    return max(accumulate(changes, initial=0))
 
 
 def _counted(fn: Callable[[], object], device: torch.device) -> int:

@@ -46,7 +46,7 @@ class Held:
 
 
 def _adam(weight: torch.Tensor) -> Held:
-    return Held(2 * _bytes(weight), _bytes(weight))
+    return Held(2 * weight.nbytes, weight.nbytes)
 
 
 def _master(weight: torch.Tensor) -> Held:
@@ -73,7 +73,7 @@ def _eight_bits(weight: torch.Tensor) -> Held:
 OPTIMIZERS: Mapping[str, Callable[[torch.Tensor], Held]] = {
     "none": lambda weight: Held(0),
     "sgd": lambda weight: Held(0),
-    "sgd-momentum": lambda weight: Held(_bytes(weight)),
+    "sgd-momentum": lambda weight: Held(weight.nbytes),
     "adam": _adam,
     "adamw": _adam,
     "adamw-master": _master,
@@ -84,10 +84,6 @@ OPTIMIZERS: Mapping[str, Callable[[torch.Tensor], Held]] = {
 
 ONE_BY_ONE = frozenset({"adafactor", "adamw-8bit"})
 """Optimizers whose step goes through the weights one after the other."""
-
-
-def _bytes(weight: torch.Tensor) -> int:
-    return weight.numel() * weight.dtype.itemsize
 
 
 def held_by(optimizer: str, weights: Iterable[torch.Tensor]) -> Held:
@@ -177,8 +173,8 @@ def _after_a_step(optimizer: Optimizer, *, from_states: bool = False) -> Held:
         stepping.step(STEPPED_ALIKE)
         states = stepping.states()
         most, fewer = stepping.step(STEPPED_ALIKE), stepping.step(STEPPED_ALIKE - 1)
-    added = sum(_bytes(one.real) for one in weights if one.number == STEPPED_ALIKE)
-    missing = sum((one.stands_for - 1) * _bytes(one.real) for one in weights)
+    added = sum(one.real.nbytes for one in weights if one.number == STEPPED_ALIKE)
+    missing = sum((one.stands_for - 1) * one.real.nbytes for one in weights)
     return Held(states, most + ((most - fewer) * missing // added if added else 0))
 
 
@@ -398,4 +394,4 @@ def _states_there(optimizer: Optimizer, device: torch.device) -> int:
 
 
 def _size(weight: torch.Tensor) -> int:
-    return in_blocks(_bytes(weight), weight.device)
+    return in_blocks(weight.nbytes, weight.device)

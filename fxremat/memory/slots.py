@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
-from operator import attrgetter
 from sys import getrefcount
 
 import torch
@@ -29,7 +28,7 @@ class Slot:
         self.lie_at(tensor_over(block, begin, end, dtype))
         self.address = self.base.data_ptr()
         self.uses = storage_uses(self.number)
-        self.references = min(getrefcount(self.storage), *_references([self, self]))
+        self.references = getrefcount(self.storage)
 
     def lie_at(self, base: torch.Tensor) -> None:
         """What is given away from now on has the storage of this tensor."""
@@ -52,13 +51,6 @@ class Slot:
         return self.base.data_ptr() != self.address
 
 
-def _references(slots: Iterable[Slot]) -> Iterable[int]:
-    return map(getrefcount, map(_storage_of, slots))
-
-
-_storage_of, _number_of = attrgetter("storage"), attrgetter("number")
-
-
 def held(slots: Iterable[Slot]) -> list[Slot]:
     """Those of which somebody holds a tensor that lies there, or its storage."""
     return [
@@ -66,22 +58,6 @@ def held(slots: Iterable[Slot]) -> list[Slot]:
         for slot in slots
         if storage_uses(slot.number) > slot.uses or getrefcount(slot.storage) > slot.references
     ]
-
-
-class Group:
-    """Slots that are looked at together, which takes half the time where nobody holds any."""
-
-    def __init__(self, slots: Iterable[Slot] = ()) -> None:
-        self.slots = list(slots)
-        self._uses = min((slot.uses for slot in self.slots), default=0)
-        self._references = min((slot.references for slot in self.slots), default=0)
-
-    def held(self) -> list[Slot]:
-        """As `held`."""
-        uses = max(map(storage_uses, map(_number_of, self.slots)), default=0)
-        if uses <= self._uses and max(_references(self.slots), default=0) <= self._references:
-            return []
-        return held(self.slots)
 
 
 class Covered:

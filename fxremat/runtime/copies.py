@@ -187,7 +187,7 @@ def measure_copy_speed(device: torch.device | str) -> MeasuredSpeed:
     """Copy ever larger tensors, to 16 MiB each, until that takes long enough to be measured.
 
     It holds at most 64 MiB of host memory, which count for the cap, and as much on the device.
-    On the CPU it measures what `set_copy_speed` says, less what really copying costs.
+    On the CPU it measures the delay that is asked for, less what really copying costs.
     """
     records: list[CopyRecord] = []
     for nbytes in (2**16, 2**18, 2**20, 2**22, 2**24):

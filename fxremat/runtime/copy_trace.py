@@ -67,10 +67,6 @@ class Engine(ABC, Generic[T]):
                 raise
             self._copies[storage] = None
 
-    def copy_into(self, target: torch.Tensor) -> T | None:
-        """The copy that writes ``target``, if nobody has waited for it."""
-        return self._copies.get(target.untyped_storage())
-
     def new_host_tensor(self, x: torch.Tensor) -> torch.Tensor:
         """A tensor like ``x`` in the host memory that this copies from; its bytes count there."""
         check_copyable(x)

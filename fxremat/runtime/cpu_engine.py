@@ -1,8 +1,9 @@
 """Copies for machines without a GPU: the CPU is the device, two threads are its copy engines.
 
 It is there to test with. The threads, one for each direction, do one copy at a time, in the order
-in which they were started. A copy takes as long as the speed that is set says, and its target is
-filled with ones of bits (NaN, -1, True) until it ends, so that a missing wait gives wrong numbers.
+in which they were started. A copy takes as long as it is asked to (`CpuEngine.delay`), and its
+target is filled with ones of bits (NaN, -1, True) until it ends, so that a missing wait gives wrong
+numbers.
 
 Host memory is mapped pages, not memory of torch's CPU allocator: what torch allocates on the CPU
 counts as memory of the device, and a profiler sees it as such. The threads call no torch function,
@@ -14,18 +15,17 @@ from __future__ import annotations
 import ctypes
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from threading import Event
 
 import torch
 
-from fxremat.errors import InvalidOption
 from fxremat.runtime.copy_trace import (
     Direction,
     Engine,
+    Trace,
     Wait,
     active_traces,
     host_time,
@@ -33,56 +33,39 @@ from fxremat.runtime.copy_trace import (
 from fxremat.runtime.host_memory import mapped_like, size_of_extent
 
 
-@dataclass(frozen=True)
-class CopySpeed:
-    """Bytes per second of one direction, None for as fast as it goes, and seconds per copy."""
-
-    bytes_per_s: float | None = None
-    latency_s: float = 0.0
-
-    def seconds(self, nbytes: int) -> float:
-        """How long a copy of ``nbytes`` takes, before the bytes are really copied."""
-        return self.latency_s + (nbytes / self.bytes_per_s if self.bytes_per_s else 0.0)
-
-
+@dataclass(eq=False)
 class _CpuTransfer:
-    """One copy. It holds its tensors until it has ended."""
+    """One copy. It holds its tensors, a source and a target, until it has ended."""
 
-    def __init__(
-        self,
-        direction: Direction,
-        source: torch.Tensor,
-        target: torch.Tensor,
-        speed: CopySpeed,
-        after: _CpuTransfer | None,
-    ) -> None:
-        self.direction = direction
-        self.nbytes = size_of_extent(source)
-        self.error: BaseException | None = None
-        self._tensors: list[torch.Tensor] = [source, target]
-        self._speed = speed
-        self._after = after
-        self._traces = active_traces()
-        self._ended = Event()
+    direction: Direction
+    tensors: list[torch.Tensor]
+    seconds: float
+    after: _CpuTransfer | None
+    error: BaseException | None = None
+    traces: tuple[Trace, ...] = field(default_factory=active_traces)
+    ended: Event = field(default_factory=Event)
+
+    def __post_init__(self) -> None:
+        self.nbytes = size_of_extent(self.tensors[0])
 
     def run(self) -> None:
         """Copy; for the thread of the direction. An error is kept for those who wait."""
         try:
-            if self._after is not None:
-                self._after.wait()
-            with host_time(self.direction, self.nbytes, self._traces):
-                time.sleep(self._speed.seconds(self.nbytes))
-                _copy_memory(self._tensors)
+            if self.after is not None:
+                self.after.wait()
+            with host_time(self.direction, self.nbytes, self.traces):
+                time.sleep(self.seconds)
+                _copy_memory(self.tensors)
         except BaseException as error:
             self.error = error.with_traceback(None)  # whose frames hold the tensors
         finally:
-            self._tensors.clear()
-            self._after = None
-            self._ended.set()
+            self.tensors.clear()
+            self.after = None
+            self.ended.set()
 
     def wait(self) -> None:
         """Block until the copy has ended; RuntimeError if it failed."""
-        self._ended.wait()
+        self.ended.wait()
         if self.error is not None:
             raise RuntimeError(f"a copy {self.direction} failed: {self.error!r}") from self.error
 
@@ -91,7 +74,8 @@ class CpuEngine(Engine[_CpuTransfer]):
     """Copies between "device" and host memory; waiting blocks the thread that calls."""
 
     def __init__(self) -> None:
-        self.speeds: dict[Direction, CopySpeed] = {}
+        self.delay: Callable[[Direction, int], float] = lambda direction, nbytes: 0.0
+        """Seconds that a copy takes, before the bytes are really copied."""
         self.after_fork()
 
     def after_fork(self) -> None:
@@ -107,11 +91,9 @@ class CpuEngine(Engine[_CpuTransfer]):
     ) -> _CpuTransfer:
         ones = 1 if target.dtype == torch.bool else 0xFF  # a bool has only one that may be set
         ctypes.memset(target.data_ptr(), ones, size_of_extent(target))
-        speed, after = (
-            self.speeds.get(direction, CopySpeed()),
-            self._copies.get(source.untyped_storage()),
-        )
-        transfer = _CpuTransfer(direction, source, target, speed, after)
+        seconds = self.delay(direction, size_of_extent(source))
+        after = self._copies.get(source.untyped_storage())
+        transfer = _CpuTransfer(direction, [source, target], seconds, after)
         self._lines[direction].submit(transfer.run)
         return transfer
 
@@ -128,32 +110,3 @@ def _copy_memory(tensors: Sequence[torch.Tensor]) -> None:
 
 ENGINE = CpuEngine()
 os.register_at_fork(after_in_child=ENGINE.after_fork)
-
-
-def set_copy_speed(
-    to_host_bytes_per_s: float | None = None,
-    to_device_bytes_per_s: float | None = None,
-    latency_s: float = 0.0,
-) -> AbstractContextManager[object]:
-    """Let copies of the CPU take ``latency_s`` and their bytes at this speed; None: no limit.
-
-    It holds for copies started from now on or, as a context manager, inside ``with`` only. The
-    time of the real copy in memory is added. InvalidOption (a ValueError) for a speed that is
-    not positive or a negative latency.
-    """
-    _check_positive("to_host_bytes_per_s", to_host_bytes_per_s)
-    _check_positive("to_device_bytes_per_s", to_device_bytes_per_s)
-    if not 0 <= latency_s < float("inf"):
-        raise InvalidOption("latency_s", latency_s, "a number of seconds")
-    undo = ExitStack()
-    undo.callback(setattr, ENGINE, "speeds", ENGINE.speeds)
-    ENGINE.speeds = {
-        "to_host": CopySpeed(to_host_bytes_per_s, latency_s),
-        "to_device": CopySpeed(to_device_bytes_per_s, latency_s),
-    }
-    return undo
-
-
-def _check_positive(option: str, value: float | None) -> None:
-    if value is not None and not value > 0:
-        raise InvalidOption(option, value, "a positive number of bytes per second or None")

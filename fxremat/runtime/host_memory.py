@@ -12,7 +12,6 @@ import os
 import weakref
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from threading import Lock
 from weakref import WeakSet
@@ -20,7 +19,7 @@ from weakref import WeakSet
 import torch
 
 from fxremat.core.layout import extent
-from fxremat.errors import HostMemoryExceeded, InvalidOption
+from fxremat.errors import HostMemoryExceeded
 
 
 @dataclass(frozen=True)
@@ -75,6 +74,7 @@ class HostMemory:
         return storage in self._storages
 
     def count(self) -> HostBytes:
+        """What is held now, and was at most since the reset."""
         with self._lock:
             self._settle()
             return HostBytes(self._held, self._peak)
@@ -87,11 +87,6 @@ class HostMemory:
 
 
 HOST_MEMORY = HostMemory()
-
-
-def host_bytes() -> HostBytes:
-    """Bytes of host memory that copies of this process hold, now and at most since the reset."""
-    return HOST_MEMORY.count()
 
 
 def is_host(tensor: torch.Tensor) -> bool:
@@ -109,25 +104,6 @@ def is_on(tensor: torch.Tensor, device: torch.device) -> bool:
     """Whether ``tensor`` lies in memory of ``device``, of any of its type if it has no number."""
     same = tensor.device.type == device.type and device.index in (None, tensor.device.index)
     return same and not is_host(tensor)
-
-
-def reset_host_peak() -> None:
-    """Let ``host_bytes().peak_bytes`` begin anew with what is held now."""
-    HOST_MEMORY.reset_peak()
-
-
-def set_host_memory_cap(cap_bytes: int | None) -> AbstractContextManager[object]:
-    """Let copies to host hold at most ``cap_bytes`` at once, all devices together; None: no cap.
-
-    It holds from now on or, as a context manager, inside ``with`` only. Beyond it, starting a
-    copy to host raises `HostMemoryExceeded`. InvalidOption (a ValueError) if negative.
-    """
-    if cap_bytes is not None and cap_bytes < 0:
-        raise InvalidOption("cap_bytes", cap_bytes, "a number of bytes or None")
-    undo = ExitStack()
-    undo.callback(setattr, HOST_MEMORY, "cap_bytes", HOST_MEMORY.cap_bytes)
-    HOST_MEMORY.cap_bytes = cap_bytes
-    return undo
 
 
 # --- tensors as one run of memory -------------------------------------------------------------

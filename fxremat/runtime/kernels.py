@@ -10,6 +10,7 @@ own, or one of two that are registered here.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -78,13 +79,7 @@ class Inside:
     functions: tuple[tuple[str, int], ...] = ()
 
     def __add__(self, other: Inside) -> Inside:
-        return Inside(
-            self.calls + other.calls,
-            self.bytes + other.bytes,
-            self.again + other.again,
-            (*self.library, *other.library),
-            (*self.functions, *other.functions),
-        )
+        return Inside(*map(operator.add, vars(self).values(), vars(other).values()))
 
 
 INSIDE: dict[OpOverload, Callable[..., Inside]] = {}

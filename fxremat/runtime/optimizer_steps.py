@@ -28,6 +28,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from threading import Event, Lock
 from typing import Any
 from weakref import WeakValueDictionary
@@ -41,47 +42,43 @@ from fxremat.compat.backward import (
     running_backward,
 )
 from fxremat.core.constants import STEPS_AHEAD
-from fxremat.runtime.copy_trace import active_traces, host_time
+from fxremat.runtime.copy_trace import Trace, active_traces, host_time
 from fxremat.runtime.host_memory import mapped_like, size_of_extent, storage_address
 from fxremat.runtime.kernels import WAITS, register
 
 
+@dataclass(eq=False)
 class Step:
     """One optimizer step of one parameter, on its way or over; it begins after ``ready()``."""
 
-    def __init__(
-        self,
-        parameter: torch.Tensor,
-        gradient: torch.Tensor,
-        step: Callable[[], object],
-        ready: Callable[[], object],
-    ) -> None:
-        self.backward = running_backward()
-        self.error: BaseException | None = None
-        self.gradient: torch.Tensor | None = gradient
-        self.storage = storage_address(parameter)
-        self._parameter = parameter
-        self._step = step
-        self._ready = ready
-        self._nbytes = size_of_extent(gradient)
-        self._threads = torch.get_num_threads()
-        self._traces = active_traces()
-        self.ended = Event()
+    parameter: torch.Tensor
+    gradient: torch.Tensor | None
+    step: Callable[[], object]
+    ready: Callable[[], object]
+    nbytes: int
+    error: BaseException | None = None
+    backward: int | None = field(default_factory=running_backward)
+    threads: int = field(default_factory=torch.get_num_threads)
+    traces: tuple[Trace, ...] = field(default_factory=active_traces)
+    ended: Event = field(default_factory=Event)
+
+    def __post_init__(self) -> None:
+        self.storage = storage_address(self.parameter)
 
     def run(self) -> None:
         """Step; for the thread. An error is kept for the hook of the parameter."""
         try:
-            self._ready()
-            if torch.get_num_threads() != self._threads:  # a number that each thread has for itself
-                torch.set_num_threads(self._threads)
-            with host_time("step", self._nbytes, self._traces), torch.no_grad():
-                self._parameter.grad = self.gradient
-                self._step()
+            self.ready()
+            if torch.get_num_threads() != self.threads:  # a number that each thread has for itself
+                torch.set_num_threads(self.threads)
+            with host_time("step", self.nbytes, self.traces), torch.no_grad():
+                self.parameter.grad = self.gradient
+                self.step()
             self.gradient = None
         except BaseException as error:
             self.error = error
         finally:
-            self._parameter.grad = None
+            self.parameter.grad = None
             self.ended.set()
 
 
@@ -106,7 +103,7 @@ class Stepped:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
         gradient.set_(mapped_like(taken, flags=flags))  # type: ignore[call-overload]
         self._stand_in = storage_address(gradient)
-        self.started = Step(self.parameter, taken, self._step, ready)
+        self.started = Step(self.parameter, taken, self._step, ready, size_of_extent(taken))
         _WORKER.submit(self.started)
         return self.started
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from fxremat.compat.absent.eager import cuda_autocast
+from fxremat.compat.absent.autocast import cuda_autocast
 from fxremat.compat.absent.pretending import fake_cuda, has_triton
 from fxremat.compat.tensors import fake_tensors
 from fxremat.cost.device import PLANNED_FOR, Card, card_named

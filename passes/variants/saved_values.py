@@ -161,14 +161,10 @@ class Saved:
     read: tuple[fx.Node, ...]
     readers: tuple[fx.Node, ...]
 
-    @property
-    def first_reader(self) -> fx.Node:
-        return self.readers[0]
-
     def insert(self, graph: fx.Graph, where: Mapping[fx.Node, fx.Node], decode: Decode) -> StandIns:
         """Add ``decode`` and copies of what lies between; the stand-ins of what is read."""
         value = where[self.value]
-        inserter = Inserter(graph, value, where[self.first_reader], value)
+        inserter = Inserter(graph, value, where[self.readers[0]], value)
         new = {value: decode(inserter, value)}
         copy_calls(inserter.late, map(where.__getitem__, self.between), new)
         return {where[node]: new[where[node]] for node in self.read}

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxremat.compat.absent.eager import low_precision
+from fxremat.compat.absent.autocast import low_precision
 from fxremat.compat.sizes import size_bound
 
 _ATEN = torch.ops.aten

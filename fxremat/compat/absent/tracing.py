@@ -19,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from fxremat.compat.absent.attention import for_capability
-from fxremat.compat.absent.eager import has_kernel
+from fxremat.compat.absent.autocast import has_kernel
 from fxremat.compat.absent.pretending import CUDA, Properties, pretending
 from fxremat.compat.compilers import (
     in_fake_mode_of,
@@ -30,7 +30,7 @@ from fxremat.compat.compilers import (
 from fxremat.compat.configuration import inductor_config
 from fxremat.compat.dynamo import with_stack_room
 from fxremat.compat.joint_graph import copy_module, torch_partition
-from fxremat.compat.sizes import size_bound, sizes_at
+from fxremat.compat.sizes import planned_inputs, sizes_at
 from fxremat.compat.tensors import apart_from_tracing
 
 ABSENT = {"shape_padding": False, "max_autotune": False, "max_autotune_gemm": False}
@@ -94,9 +94,11 @@ def moved(
     on_device = _with_device_arguments(copy_module(module), device)
     mode: Any = FakeTensorMode(allow_non_fake_inputs=True, shape_env=_shape_env_of(module))
     with mode:
-        inputs = [_placed(n.meta.get("val"), device) for n in _placeholders(module)]
+        inputs = [
+            _placed(n.meta.get("val"), device) for n in module.graph.find_nodes(op="placeholder")
+        ]
     traced = _traced(_Decomposing(on_device, table).run, inputs, mode, table)
-    _as_named(module, _placeholders(module), traced)
+    _as_named(module, module.graph.find_nodes(op="placeholder"), traced)
     return traced
 
 
@@ -142,7 +144,7 @@ def with_numbers(
     """
     mode: Any = FakeTensorMode(allow_non_fake_inputs=True)
     with mode, sizes_at(sizes):
-        given = [_numbered(node.meta.get("val")) for node in _placeholders(module)]
+        given = list(planned_inputs(module.graph).values())
     kept = [k for k, value in enumerate(given) if isinstance(value, torch.Tensor)]
 
     def run(*tensors: torch.Tensor) -> Any:
@@ -151,18 +153,8 @@ def with_numbers(
         return fx.Interpreter(module).run(*given)
 
     traced = _traced(run, [given[k] for k in kept], mode, {})
-    _as_named(module, [_placeholders(module)[k] for k in kept], traced)
+    _as_named(module, [module.graph.find_nodes(op="placeholder")[k] for k in kept], traced)
     return traced, kept
-
-
-def _numbered(value: Any) -> Any:
-    """An input without memory, or a number."""
-    if isinstance(value, torch.Tensor):
-        shape, strides = map(size_bound, value.shape), map(size_bound, value.stride())
-        return torch.empty_strided(
-            list(shape), list(strides), dtype=value.dtype, device=value.device
-        )
-    return size_bound(value) if isinstance(value, torch.SymInt) else value
 
 
 def _traced(
@@ -176,12 +168,8 @@ def _traced(
     return traced
 
 
-def _placeholders(module: fx.GraphModule) -> list[fx.Node]:
-    return [n for n in module.graph.nodes if n.op == "placeholder"]
-
-
 def _shape_env_of(module: fx.GraphModule) -> Any:
-    for node in _placeholders(module):
+    for node in module.graph.find_nodes(op="placeholder"):
         for size in getattr(node.meta.get("val"), "shape", ()):
             if isinstance(size, torch.SymInt):
                 return size.node.shape_env
@@ -213,7 +201,7 @@ def _as_named(
     source: fx.GraphModule, placeholders: Sequence[fx.Node], traced: fx.GraphModule
 ) -> None:
     """Give placeholders, and what torch says of them and of the outputs, back to the new graph."""
-    for old, new in zip(placeholders, _placeholders(traced), strict=True):
+    for old, new in zip(placeholders, traced.graph.find_nodes(op="placeholder"), strict=True):
         new.target = old.target
         new._rename(str(old.target))
         new.meta = {**old.meta, "val": new.meta["val"]}

@@ -25,7 +25,7 @@ from fxremat.compat.inductor.generated_code import Generated, code_key, generate
 from fxremat.compat.inductor.kernels import begin_kernels
 from fxremat.compat.inductor.lowered_ahead import hand_over as torch_hand_over
 from fxremat.compat.joint_graph import name_in_forward
-from fxremat.compat.sizes import size_bound
+from fxremat.compat.sizes import planned_input, planned_inputs
 from fxremat.compat.tensors import storage_key, without_memory
 from fxremat.compile.dry_run.meter import CodeMeter, Dropped, Workspace
 from fxremat.core.events import Allocate, Event, Free, Given, RunEvents
@@ -241,25 +241,10 @@ def _question(
     }
 
 
-def example_input(node: fx.Node) -> Any:
-    """What a graph gets for a placeholder: a tensor without memory, or the size planned for."""
-    value = node.meta.get("val")
-    size = size_bound
-    if isinstance(value, torch.Tensor):
-        shape, stride = [size(s) for s in value.shape], [size(s) for s in value.stride()]
-        return torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
-    return size(value) if isinstance(value, torch.SymInt) else value
-
-
-def placeholders(module: fx.GraphModule) -> list[fx.Node]:
-    """The nodes of its inputs."""
-    return [n for n in module.graph.nodes if n.op == "placeholder"]
-
-
 def _run(step: GeneratedStep, meter: CodeMeter) -> DryRun:
     forward, backward, outputs = step.forward, step.backward, step.num_fwd_outputs
     with without_memory() as fake:
-        primals = {n.name: example_input(n) for n in placeholders(forward)}
+        primals = planned_inputs(forward.graph)
         meter.watch(primals)
         arguments = list(primals.values())
         returned = list(meter.run(step.forward_code, "<forward>", arguments, fake))
@@ -334,7 +319,7 @@ def resident_inputs(forward: fx.GraphModule, device: str) -> list[tuple[str, int
     """The inputs that are there throughout, and their bytes; what is fetched lives on the host."""
     return [
         (node.name, nbytes(node.meta["val"]))
-        for node in placeholders(forward)
+        for node in forward.graph.find_nodes(op="placeholder")
         if is_tensor(node)
         and node.meta["val"].device.type == device
         and not any(user.target is runtime.to_device or is_fetch(user) for user in node.users)
@@ -352,9 +337,9 @@ def _pass_on(
                 entry.buffer, entry.code = name, None
     meter.code = None
     arguments = {}
-    for node in placeholders(backward):
+    for node in backward.graph.find_nodes(op="placeholder"):
         name = name_in_forward(node)
-        argument = given[name] if name in given else example_input(node)
+        argument = given[name] if name in given else planned_input(node.meta.get("val"))
         if name not in given and isinstance(argument, torch.Tensor):
             meter.count([argument], name)
         arguments[name] = argument

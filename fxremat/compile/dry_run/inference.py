@@ -10,9 +10,10 @@ from torch import fx
 
 from fxremat.compat.compilers import trace_without_gradients
 from fxremat.compat.inductor.generated_code import generate
+from fxremat.compat.sizes import planned_inputs
 from fxremat.compat.tensors import without_memory
 from fxremat.compile.cost_model import cost_model
-from fxremat.compile.dry_run.dry_run import example_input, placeholders, resident_inputs
+from fxremat.compile.dry_run.dry_run import resident_inputs
 from fxremat.compile.dry_run.meter import CodeMeter, Workspace
 from fxremat.compile.request import Request
 from fxremat.errors import InfeasibleBudget
@@ -66,7 +67,7 @@ def inference_peak(
     code = generate(module, is_backward=False, is_inference=True, seen_outputs=len(results))
     meter = CodeMeter(device=device, workspace=workspace)
     with without_memory() as fake:
-        given = {node.name: example_input(node) for node in placeholders(module)}
+        given = planned_inputs(module.graph)
         meter.watch(given)
         returned = meter.run(code, "<inference>", list(given.values()), fake)
         del returned

@@ -19,7 +19,7 @@ from fxremat.core.events import Allocate, Event, Free
 from fxremat.core.layout import CodeBuffer
 from fxremat.core.timeline import Lifetime
 from fxremat.cost.call_times import call_key
-from fxremat.memory.allocator_settings import MIN_BLOCK_BYTES, round_up
+from fxremat.memory.allocator_settings import in_blocks
 from fxremat.memory.storages import Meter, MeteredStorage
 from fxremat.passes.memory_estimation import nbytes
 from fxremat.runtime import accumulated, kernels
@@ -78,11 +78,6 @@ def written_name(statement: ast.Assign | ast.Expr) -> str | None:
         return None
     into = [k.value for k in statement.value.keywords if k.arg == "out"] or statement.value.args[:1]
     return into[0].id if into and isinstance(into[0], ast.Name) else None
-
-
-def rounded(nbytes: int, device: str) -> int:
-    """What the allocator of the device gives for so many bytes."""
-    return round_up(nbytes, MIN_BLOCK_BYTES if device == "cuda" else 1)
 
 
 @dataclass(frozen=True)
@@ -182,7 +177,7 @@ class CodeMeter(Meter[_Buffer]):
 
     def _add_tensor(self, tensor: torch.Tensor, buffer: str, name: str) -> None:
         key, is_gone = storage_watch(tensor)
-        size = rounded(tensor.untyped_storage().nbytes(), self.device)
+        size = in_blocks(tensor.untyped_storage().nbytes(), tensor.device)
         self.add(key, _Buffer(size, is_gone, name, buffer, self.code, len(self.live_bytes)))
 
     def add(self, key: int, storage: _Buffer) -> None:
@@ -215,7 +210,7 @@ class CodeMeter(Meter[_Buffer]):
         inside, blocks = self._inside_known(op, args, kwargs), tuple[int, ...]()
         if inside is None:
             blocks = tuple(self.workspace(op, args, kwargs))
-            scratch = sum(rounded(n, self.device) for n in blocks)
+            scratch = sum(in_blocks(n, torch.device(self.device)) for n in blocks)
         else:
             scratch = inside.scratch
             self._add_inside(inside, results, name)

@@ -86,12 +86,9 @@ def out_form(op: str) -> Any | None:
         given = [a for a in schema.arguments if not a.is_out]
         outs = [a.name for a in schema.arguments if a.is_out]
         if len(outs) == 1 and [(a.name, str(a.type)) for a in given] == wanted:
-            return functools.partial(_call_out, getattr(packet, name), outs[0])
+            form, into = getattr(packet, name), outs[0]
+            return lambda *args, out, **kwargs: form(*args, **kwargs, **{into: out})
     return None
-
-
-def _call_out(form: Any, name: str, *args: Any, out: torch.Tensor, **kwargs: Any) -> Any:
-    return form(*args, **kwargs, **{name: out})
 
 
 def is_elementwise(op: str) -> bool:

@@ -48,7 +48,6 @@ from fxremat.runtime.chunks.program import Instruction, Program, overload, parse
 
 log = logging.getLogger(__name__)
 
-_ATEN = torch.ops.aten
 CACHE_LINE_BYTES = 64
 """A kernel of Inductor may take a cache line for each row beyond what the layout sets aside."""
 ALIGNMENT = 16
