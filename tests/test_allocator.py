@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.allocator import Allocator, apply_events
+from benchmarks.allocator import Allocator, apply_events, most_requested
 from benchmarks.allocator_snapshot import compare, from_snapshot
 from fxremat.core.events import Allocate, EmptyCache, Event, Free
 from fxremat.memory.allocator import replay
@@ -167,7 +167,14 @@ def test_wrong_use_is_refused() -> None:
 
 
 def test_replay_names_peaks() -> None:
-    events = [taken(A, 3), taken(B, 30), Free(B), taken(C, 17), Free(A), taken(A, 2, 1)]
+    events: list[Event] = [
+        taken(A, 3),
+        taken(B, 30),
+        Free(B),
+        taken(C, 17),
+        Free(A),
+        taken(A, 2, 1),
+    ]
     usage = replay(events)
     assert (usage.peak_allocated_bytes, usage.peak_reserved_bytes) == (33 * MIB, 70 * MIB)
     assert most_requested(events) == 33 * MIB

@@ -33,6 +33,7 @@ from fxremat.memory.layout import arrange
 from fxremat.memory.reserved_bytes import Reserved, order_of, reserved_by_step
 from fxremat.planner import step_versions as planner
 from fxremat.sizes import format_bytes
+from fxremat.step.promise import MadeVersions
 from fxremat.step.versions import Offer, Part, Planner, followed_by
 
 
@@ -285,6 +286,29 @@ class StepDescription:
             self.offer(part, offers)
         return found
 
+    def filled(self, part: int, budget_bytes: int, make: Make) -> MadeVersions | None:
+        """The fastest versions, made, those of a part with all that the others leave of the budget.
+
+        Few versions are offered. What lies between them is found here: the plan that is fastest
+        under the bytes that are left. None where that gives no more, or is not kept.
+        """
+        offered, aim = self.parts[part].offers, budget_bytes
+        for _ in range(2):  # the second time with less, by what the allocator adds
+            chosen = planner.fastest(self.step(), aim)
+            if chosen is None or not self.widen(part, chosen, aim):
+                return None
+            try:
+                found = make(chosen)
+            except InfeasibleBudget as refused:
+                forget_frames(refused)
+                break
+            if found.nbytes <= budget_bytes:
+                return found
+            aim -= found.nbytes - budget_bytes
+            self.offer(part, offered)
+        self.offer(part, offered)
+        return None
+
     def outside_bytes(self, part: int) -> int:
         """Live outside when the last run of a part goes backward, beside the gradients it gets."""
         last = self.runs_of(part)[-1]
@@ -347,6 +371,8 @@ class LeastVersions:
         )
 
 
+Make = Callable[[planner.Chosen], MadeVersions]
+"""Compiles the versions that are chosen of a part; raises `InfeasibleBudget`."""
 Way = Callable[[Step], planner.Chosen]
 """How to choose versions."""
 Reserves = Callable[[Sequence[int]], Reserved | None]

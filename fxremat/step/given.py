@@ -1,12 +1,12 @@
-"""What the graphs of one budget are given, and what is compiled for it and has not run yet."""
+"""What the graphs of one budget are given, what of them has run, and what has not run yet."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -14,9 +14,9 @@ from torch.utils import _pytree as pytree
 
 from fxremat.compat.backward import given_before, saved_before, when_freed
 from fxremat.errors import InfeasibleBudget
-from fxremat.memory.storages import Storages, storages_of, without
-from fxremat.step.graph import WaitingRun
-from fxremat.step.promise import Tensors
+from fxremat.memory.storages import Storages, saved_storages, storages_of, without
+from fxremat.step.graph import SharingGraph
+from fxremat.step.promise import Promise, RunVersions, Tensors
 
 References = weakref.WeakValueDictionary[int, torch.Tensor]
 """Tensors by their identity, as long as they live."""
@@ -53,6 +53,56 @@ class Checkpointed(Beside):
         leaves = partial(self.nodes.pop, id(node), None)
         weakref.finalize(node, leaves)
         when_freed(node, leaves)
+
+
+@dataclass(frozen=True)
+class WaitingRun:
+    """A forward that has run, told by its node in the graph of autograd."""
+
+    node: weakref.ref[Any]
+    promise: Promise
+    runs: RunVersions
+    graph: SharingGraph | None
+    frame: int
+    place: int
+    given: frozenset[int] = frozenset()
+    """Addresses of the storages that it was given."""
+    results: frozenset[int] = frozenset()
+    made: tuple[weakref.ref[torch.Tensor], ...] = ()
+    """The results themselves."""
+    weights: Mapping[int, int] = field(default_factory=dict)
+    """Bytes by address of the leaves among what it was given that need a gradient."""
+    returned_bytes: int = 0
+    """Of the results, unless they are given or saved, and of the gradients that these will have."""
+
+    def saved(self) -> Storages:
+        """The storages that it holds."""
+        node = self.node()
+        if node is None:
+            return {}
+        return saved_storages(node, self.promise.saved_bytes, self.promise.device)
+
+    def in_use(self, saved: Container[int]) -> bool:
+        """Whether somebody has a result, at none of the addresses that are ``saved``."""
+        results = storages_of([one() for one in self.made], self.promise.device)
+        return any(key not in saved for key in results)
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """One half of a run, as it has run.
+
+    With ``keeps`` others hold its results until its backward: so they may where the next graph is
+    not given them, for something that is not compiled is. So many ``held_bytes`` of them they hold
+    beyond that, as whoever is given a loss, and maybe logits. It was given these ``weights``.
+    """
+
+    graph: weakref.ref[Any]
+    place: int
+    phase: Literal["forward", "backward"]
+    keeps: bool = False
+    held_bytes: int = 0
+    weights: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(eq=False)

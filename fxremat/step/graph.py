@@ -6,12 +6,11 @@ Its runs are known to others where they wait for their backward.
 from __future__ import annotations
 
 import logging
-import weakref
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import fx
@@ -47,7 +46,7 @@ from fxremat.faults import with_less_after_faults
 from fxremat.memory.allocator_settings import AllocatorSettings
 from fxremat.memory.arena import Arena
 from fxremat.memory.reserved_bytes import keep_too_much
-from fxremat.memory.storages import Storages, saved_storages, storage_bytes, storages_of
+from fxremat.memory.storages import storage_bytes
 from fxremat.options import Options, parse_options
 from fxremat.passes.memory_estimation import nbytes
 from fxremat.report.report import Report
@@ -62,7 +61,7 @@ from fxremat.runtime.unsent_gradients import (
     written_inputs,
 )
 from fxremat.step.description import StepDescription
-from fxremat.step.promise import Observed, Promise, RunVersions, Tensors
+from fxremat.step.promise import Observed, RunVersions, Tensors
 from fxremat.step.sent_gradients import SentGradients
 from fxremat.step.versions import Offer, Part, part_on_all_ranks
 from fxremat.version import build
@@ -461,53 +460,3 @@ class OwnMemory:
             if self.in_turn:
                 self.arena.rest(pool=True)
         self.ran = layout
-
-
-@dataclass(frozen=True)
-class WaitingRun:
-    """A forward that has run, told by its node in the graph of autograd."""
-
-    node: weakref.ref[Any]
-    promise: Promise
-    runs: RunVersions
-    graph: SharingGraph | None
-    frame: int
-    place: int
-    given: frozenset[int] = frozenset()
-    """Addresses of the storages that it was given."""
-    results: frozenset[int] = frozenset()
-    made: tuple[weakref.ref[torch.Tensor], ...] = ()
-    """The results themselves."""
-    weights: Mapping[int, int] = field(default_factory=dict)
-    """Bytes by address of the leaves among what it was given that need a gradient."""
-    returned_bytes: int = 0
-    """Of the results, unless they are given or saved, and of the gradients that these will have."""
-
-    def saved(self) -> Storages:
-        """The storages that it holds."""
-        node = self.node()
-        if node is None:
-            return {}
-        return saved_storages(node, self.promise.saved_bytes, self.promise.device)
-
-    def in_use(self, saved: Container[int]) -> bool:
-        """Whether somebody has a result, at none of the addresses that are ``saved``."""
-        results = storages_of([one() for one in self.made], self.promise.device)
-        return any(key not in saved for key in results)
-
-
-@dataclass(frozen=True)
-class Recorded:
-    """One half of a run, as it has run.
-
-    With ``keeps`` others hold its results until its backward: so they may where the next graph is
-    not given them, for something that is not compiled is. So many ``held_bytes`` of them they hold
-    beyond that, as whoever is given a loss, and maybe logits. It was given these ``weights``.
-    """
-
-    graph: weakref.ref[Any]
-    place: int
-    phase: Literal["forward", "backward"]
-    keeps: bool = False
-    held_bytes: int = 0
-    weights: Mapping[int, int] = field(default_factory=dict)

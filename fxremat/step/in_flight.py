@@ -34,7 +34,8 @@ from fxremat.memory.arena import Arena, PlacedRun
 from fxremat.memory.storages import storages_of
 from fxremat.runtime.placed import places_of_forward, set_places_of_backward
 from fxremat.runtime.unsent_gradients import like
-from fxremat.step.graph import SharingGraph, WaitingRun
+from fxremat.step.given import WaitingRun
+from fxremat.step.graph import SharingGraph
 from fxremat.step.promise import Compiled, RunVersions
 from fxremat.step.scope import BudgetScope
 

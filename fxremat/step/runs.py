@@ -358,7 +358,9 @@ class GraphInStep:
         choose = planner.saving_least if self.saves_least else planner.fastest
         aim = budget = self.request.budget.for_step
         described.know_others(self.role.index, budget)
-        if not self.saves_least and (found := self._with_what_is_left(described)):
+        make, index = partial(self._made, described), self.role.index
+        in_order = self.where.context.pipeline is None  # its halves run in either order
+        if in_order and not self.saves_least and (found := described.filled(index, budget, make)):
             return self._settled(described, found)
         failed, ways = set[planner.Chosen](), lowest_ways(self.request.budget)
         for _ in range(DRY_RUNS):
@@ -387,32 +389,6 @@ class GraphInStep:
                 raise least.refusal(limit)
             log.warning(least.of_a_part(limit))
         return self._settled(described, self._made(described, least.chosen))
-
-    def _with_what_is_left(self, described: StepDescription) -> MadeVersions | None:
-        """The fastest versions, those of this graph with all that the others leave of the budget.
-
-        Few versions are offered. What lies between them is found here: the plan that is fastest
-        under the bytes that are left. None where that gives no more, or is not kept.
-        """
-        index, budget = self.role.index, self.request.budget.for_step
-        offered, aim = described.parts[index].offers, budget
-        if self.where.context.pipeline is not None:  # its halves run in either order
-            return None
-        for _ in range(2):  # the second time with less, by what the allocator adds
-            chosen = planner.fastest(described.step(), aim)
-            if chosen is None or not described.widen(index, chosen, aim):
-                return None
-            try:
-                found = self._made(described, chosen)
-            except InfeasibleBudget as refused:
-                forget_frames(refused)
-                break
-            if found.nbytes <= budget:
-                return found
-            aim -= found.nbytes - budget
-            described.offer(index, offered)
-        described.offer(index, offered)
-        return None
 
     def _made(self, described: StepDescription, chosen: planner.Chosen) -> MadeVersions:
         """The versions chosen for this graph, compiled. Raises `InfeasibleBudget`."""

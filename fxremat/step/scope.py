@@ -37,16 +37,8 @@ from fxremat.memory.watched_steps import MOST_STEPS, StepWatch
 from fxremat.runtime.accumulation import living_gradients
 from fxremat.sizes import format_bytes
 from fxremat.step.description import StepDescription
-from fxremat.step.given import Given
-from fxremat.step.graph import (
-    NoBackward,
-    OwnMemory,
-    Place,
-    Recorded,
-    Role,
-    SharingGraph,
-    WaitingRun,
-)
+from fxremat.step.given import Given, Recorded, WaitingRun
+from fxremat.step.graph import NoBackward, OwnMemory, Place, Role, SharingGraph
 from fxremat.step.promise import Promise, Tensors, Warned
 from fxremat.step.versions import Part, Planner
 
