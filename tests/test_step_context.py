@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +15,10 @@ import fxremat
 from fxremat.core.step import Gathered, Interface, Step, Version, in_order, last_first
 from fxremat.memory.arena import Arena
 from fxremat.options import Options
+from fxremat.planner.step_versions import fastest
 from fxremat.step import context, scope
 from fxremat.step import scope as scopes
-from fxremat.step.description import repeated
+from fxremat.step.description import StepDescription, repeated
 from fxremat.step.versions import Offer, Part, followed_by
 from tests.end_to_end import Steps
 from tests.ranks import Blocks
@@ -138,6 +140,52 @@ def test_micro_batches_may_go_backward_in_turn() -> None:
     either = step_of([part], [0, 0], either_order=True)
     assert either.peak_bytes([0, 1]) == either.peak_bytes([1, 0]) == 150 + 4000 + 5000
     assert [point.outside_bytes for point in either.points[3:]] == [150, 170, 150, 170]
+
+
+NONE = Interface(0, 0, 0, 0, 0)
+FAST, SMALL = Version(1.0, 700, 700, 700), Version(2.0, 100, 200, 200)
+SEEMS, TAKES = Version(1.0, 10, 20, 20), Version(1.0, 10, 400, 400)
+
+
+def two_parts(other: Part, asked: list[Version]) -> StepDescription:
+    """A step of two runs, the second of a part whose dry run says that it ``TAKES`` more."""
+
+    def plan(offer: Offer, limit_bytes: int) -> Any:
+        asked.append(offer.version)
+        return SimpleNamespace(as_part=TAKES, events=None)
+
+    parts = [Part(NONE, (Offer(FAST, 0, 0), Offer(SMALL, 0, 0))), other]
+    points = in_order([NONE, NONE], (0, 1), last_first(2), 0)
+    return StepDescription(points, (0, 1), (0, 0), parts, planners={1: plan})
+
+
+def test_what_others_take_is_counted_before_a_part_takes_the_rest() -> None:
+    asked = list[Version]()
+    step = two_parts(Part(NONE, (Offer(SEEMS, 0, 0),)), asked)
+    assert fastest(step.step(), 1000) == (0, 0)
+    step.know_others(0, 1000)
+    assert asked == [SEEMS]
+    assert fastest(step.step(), 1000) == (1, 0)
+    assert step.surely(0, (1, 0), 499) is None
+
+
+def test_what_others_have_compiled_is_left_to_them() -> None:
+    """It is not planned once more, and a part that has the rest leaves it enough."""
+    asked, compiled = list[Version](), Offer(Version(3.0, 10, 250, 250), 0, 0, exact=True)
+    step = two_parts(Part(NONE, (Offer(SEEMS, 0, 0),), (compiled,)), asked)
+    step.know_others(0, 1000)
+    assert step.widen(0, (1, 0), 1000)
+    assert step.parts[0].offers[1].version.figures[1:] == (750, 1000, 1000)
+    assert not asked
+
+
+@pytest.mark.parametrize(("forward_bytes", "peak_bytes"), [(500, 600), (250, 250)])
+def test_both_halves_have_the_limit_of_the_higher_where_the_other_has_room(
+    forward_bytes: int, peak_bytes: int
+) -> None:
+    offer = Offer(Version(1.0, 100, 200, 300), 400, 300)
+    most = Version(1.0, 200, forward_bytes, 600)
+    assert offer.within(most, 0) == Offer(most, peak_bytes, peak_bytes - 200, tight=True)
 
 
 # --- arena --------------------------------------------------------------------------------

@@ -85,10 +85,16 @@ class Offer:
         """The offer with other limits: what a run may take at most.
 
         What lies beside the bytes that it saves, between its halves, is as in the plan at hand;
-        its inputs are ``resident``.
+        its inputs are ``resident``. Both halves are asked for under one peak: the higher of what
+        they may take, where the other half has room for all that may be saved more.
         """
-        beside = self.peak_bytes - self.between_bytes - self.version.saved_bytes
-        peak = min(most.forward_bytes + resident, most.backward_bytes + beside)
+        own, more = self.version, most.saved_bytes - self.version.saved_bytes
+        beside = self.peak_bytes - self.between_bytes - own.saved_bytes
+        forward, backward = most.forward_bytes + resident, most.backward_bytes + beside
+        taken, may = own.forward_bytes, most.forward_bytes
+        if backward < forward:
+            taken, may = own.backward_bytes, most.backward_bytes
+        peak = max(forward, backward) if taken + more <= may else min(forward, backward)
         between = max(0, peak - beside - most.saved_bytes)
         return Offer(most, peak, between, tight=True)
 
