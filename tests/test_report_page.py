@@ -142,6 +142,12 @@ def test_a_page_needs_no_network() -> None:
     assert not re.search(r"<link|<script[^>]+src=|@import|url\(", page)
 
 
+def test_a_page_of_two_thousand_steps_is_under_a_megabyte() -> None:
+    report = large_report(100)
+    assert len(report.timeline) >= 2000
+    assert len(page_of([report]).encode()) < 10**6
+
+
 def test_the_title_tells_the_graph_with_the_highest_peak() -> None:
     low = altered(small_report(1), predicted_peak_bytes=MIB)
     title = "fxremat: budget 12.00 MiB, peak 10.50 MiB, store-all 12.50 MiB, +6.2% time"
