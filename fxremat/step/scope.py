@@ -231,8 +231,12 @@ class BudgetScope:
         fixed_bytes = more_bytes + max(graph.fixed_bytes for graph in graphs)
         part_of = tuple(graphs.index(graph) for graph, _ in runs)
         interfaces = [part.interface for part in parts]
+        held_so = {
+            run: nbytes + interfaces[part_of[run]].given * bool(runs[run][0].gradients.left_out)
+            for run, nbytes in held.items()  # with what it takes to run again
+        }
         points = in_order(
-            interfaces, part_of, order, fixed_bytes, results_kept=kept, results_held=held,
+            interfaces, part_of, order, fixed_bytes, results_kept=kept, results_held=held_so,
             weights=weights,
         )  # fmt: skip
         places = tuple(place for _, place in runs)
