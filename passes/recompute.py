@@ -221,10 +221,10 @@ def apply_plan(
         early[i] = writer.resolve(joint.results[i])
     kept = {node for node in (*early, *backward_results) if isinstance(node, fx.Node)}
     save_ends(forward, list(writer.graph.nodes)[begin:], kept)
+    backward = list(writer.graph.nodes)[begin:]
     output = writer.graph.output(tuple(early + backward_results))
     output.meta = dict(joint.module.graph.output_node().meta)
     leave_out_unread(writer.graph)
-    backward = list(writer.graph.nodes)[begin:-1]
     module = module_of(joint.module, writer.graph)
     module.meta = dict(joint.module.meta)
     saved = _read_across(forward, backward, backward_results)

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from fxremat.compat.joint_graph import extract_forward_backward
 from fxremat.errors import VerificationFailed
 from fxremat.passes.halves import RECOMPUTED
 from fxremat.passes.memory_estimation import estimate
@@ -19,7 +20,7 @@ from fxremat.passes.variants.chunks.ignored_rows import Known, Value, result_of
 from fxremat.passes.variants.chunks.rules import CHUNKED_ATTENTION, CHUNKED_LOSS, CHUNKED_MLP, RULES
 from fxremat.runtime.chunks.operator import ROWS
 from fxremat.runtime.chunks.program import dump, parse
-from fxremat.verify.data_flow import check_data_flow
+from fxremat.verify.data_flow import check_data_flow, check_split
 from tests.conftest import Golden
 from tests.graphs import Net, again_after_tangents, calls, no_workspace, unit_time
 from tests.row_nets import (
@@ -128,12 +129,15 @@ def test_a_loop_that_runs_again_gives_what_is_read() -> None:
     before = found.joint.module.graph
     steps = again_after_tangents(calls(before, ROWS)[0].name)(found.problem)
 
-    def rewritten() -> tuple[fx.Graph, fx.Node]:
-        graph = apply_plan(found, steps).module.graph
-        check_data_flow(before, graph, ())
-        return graph, next(one for one in calls(graph, ROWS) if RECOMPUTED in one.name)
-
-    graph, again = rewritten()
+    planned = apply_plan(found, steps)
+    graph = planned.module.graph
+    check_data_flow(before, graph, ())
+    count, saved = found.joint.num_forward_outputs, list(planned.saved)
+    halves = extract_forward_backward(
+        planned.module, saved, num_fwd_outputs=count, static_inputs=()
+    )
+    check_split(halves[1].graph, [one.name for one in saved], halves[0].graph)
+    [again] = [one for one in calls(graph, ROWS) if RECOMPUTED in one.name]
     assert [V] in [list(one.shape[1:]) for one in calls(before, ROWS)[0].meta["val"]]
     assert {tuple(one.shape) for one in again.meta["val"]} == {(64, 1)}
     assert sorted(int(str(one.args[1])) for one in again.users) == list(

@@ -40,9 +40,9 @@ class Row:
         return max(found["peaks"]) if "peaks" in found else None
 
     def _ratio(self, what: str) -> str:
-        """Of seconds at the budget, or at the least, to plain's."""
+        """Of seconds at the budget, or at the least, to plain's; none if steps varied by more."""
         ours = self.at_budget or self.at_least
-        if not (ours and self.plain and self.plain[what]):
+        if not (ours and self.plain and self.plain[what] > 0):
             return ""
         return f"{ours[what] / self.plain[what]:.2f}"
 
