@@ -7,13 +7,16 @@ detached. Should one come after all, then the graph runs again, with gradients f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+from torch.utils import _pytree as pytree
 
 Compiled = Callable[..., Any]
 
@@ -32,7 +35,48 @@ def unsent_results(
     results = results_of(gm)
     trained = [k for k, one in enumerate(results) if _needs_gradient(one)]
     losses = [k for k in trained if _is_number(results[k])]
-    return tuple(k for k in trained if k not in losses) if losses else ()
+    left = tuple(k for k in trained if k not in losses)
+    return left if losses and reads_all(gm, [results[k] for k in losses]) else ()
+
+
+def reads_all(gm: fx.GraphModule, results: Iterable[Any]) -> bool:
+    """Whether each input of a Dynamo graph that needs a gradient has one of these ``results``.
+
+    One that only other results read would have none if these were left out: plain
+    ``torch.compile`` gives it zeros.
+    """
+    made_of = {one for one in results if _is_trained(one)}
+    for node in reversed(gm.graph.nodes):
+        if node in made_of:
+            made_of.update(filter(_is_trained, node.all_input_nodes))
+    inputs = gm.graph.find_nodes(op="placeholder")
+    return all(node in made_of for node in inputs if _is_trained(node))
+
+
+def _is_trained(node: Any) -> bool:
+    """Whether it is a node that gives something which needs a gradient."""
+    value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
+    leaves = pytree.tree_leaves(value)
+    return any(isinstance(one, torch.Tensor) and one.requires_grad for one in leaves)
+
+
+def writes_nothing(gm: fx.GraphModule) -> bool:
+    """Whether a Dynamo graph surely leaves what it is given as it is, so that it may run again.
+
+    Not where norms count, embeddings are scaled, or a region is run by an operator on graphs.
+    """
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    values = [node.meta.get("example_value") for node in placeholders]
+    written = any(isinstance(x, torch.Tensor) and x._version for x in values)
+    regions = any(isinstance(one, fx.GraphModule) for one in gm.children())
+    scaled = any(map(_scales, gm.graph.nodes))
+    return not (written or regions or scaled or written_inputs(gm))
+
+
+def _scales(node: fx.Node) -> bool:
+    """Whether it is an embedding that writes its weights, as the fourth argument says."""
+    most = node.args[3] if len(node.args) > 3 else node.kwargs.get("max_norm")
+    return node.target is F.embedding and most is not None
 
 
 def gives_loss(gm: fx.GraphModule) -> bool:
@@ -140,7 +184,7 @@ class _Known:
         random: dict[str, Any] = {"cpu": torch.get_rng_state()}
         if any(isinstance(x, torch.Tensor) and x.is_cuda for x in args):
             random["cuda"] = torch.cuda.get_rng_state()
-        again = _Again(self, args, copies, random, _versions(args))
+        again = _Again(self, args, copies, random, _versions(args), tuple(_autocast(random)))
         results = self.call(*args)
         given = list(results)
         apply: Any = _Late.apply
@@ -148,6 +192,13 @@ class _Known:
         for k, result in zip(self.which, late, strict=True):
             given[k] = result
         return given if isinstance(results, list) else tuple(given)
+
+
+def _autocast(kinds: Iterable[str]) -> Iterator[torch.autocast]:
+    """What autocast does now for these kinds of devices."""
+    for kind in kinds:
+        dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+        yield torch.autocast(kind, dtype=dtype, enabled=enabled)
 
 
 def _versions(args: Iterable[object]) -> tuple[int, ...]:
@@ -166,6 +217,8 @@ class _Again:
     """By the type of device, the state of its generator before the run."""
     versions: tuple[int, ...]
     """Of the arguments, before the run."""
+    autocast: tuple[torch.autocast, ...]
+    """As it was in the run."""
     leaves: list[torch.Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -186,9 +239,15 @@ class _Again:
                 "optimizer steps, or call it for a sum of the loss and what is made of this result."
             )
         known.sent()
-        args = [self.copies.get(k, x) for k, x in enumerate(self.args)]
+        # What made an argument goes backward by itself: the run begins at copies that nothing made.
+        begins = {id(x): x.detach().requires_grad_() for x in self.leaves}
+        args = [self.copies.get(k, begins.get(id(x), x)) for k, x in enumerate(self.args)]
         cuda = [torch.cuda.current_device()] if "cuda" in self.random else []
-        with torch.enable_grad(), torch.random.fork_rng(cuda):
+        with ExitStack() as contexts:
+            contexts.enter_context(torch.enable_grad())
+            contexts.enter_context(torch.random.fork_rng(cuda))
+            for one in self.autocast:
+                contexts.enter_context(one)
             if known.whole is None:
                 known.whole = known.compile_all()
             torch.set_rng_state(self.random["cpu"])
@@ -198,7 +257,8 @@ class _Again:
             pairs = zip((results[k] for k in known.which), sent, strict=True)
             asked = [(result, gradient) for result, gradient in pairs if gradient is not None]
             outputs, gradients = zip(*asked, strict=True)
-            return torch.autograd.grad(outputs, self.leaves, gradients, allow_unused=True)
+            leaves = list(begins.values())
+            return torch.autograd.grad(outputs, leaves, gradients, allow_unused=True)
 
 
 class _Late(torch.autograd.Function):

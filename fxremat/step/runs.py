@@ -242,10 +242,12 @@ class GraphInStep:
         """Versions for the step as known now; it stays as it is where too few bytes are left."""
         if self.role.described is not None:
             self._hold(-self.observed.forget_expected())  # a loss is known now
-            return self.compiled_for(self.runs_at_once)
+            if not any(one.gradients.came_late for one in self.where.scope.graphs):
+                return self.compiled_for(self.runs_at_once)
         self.role.is_due = False
         try:
-            return self._compiled_so(self.request)
+            many = self.role.described is not None
+            return self.compiled_for(self.runs_at_once) if many else self._compiled_so(self.request)
         except InfeasibleBudget as refused:
             log.warning("the plan stays as it is: %s", refused)
             self.observed.note(-self.observed.between, 0)

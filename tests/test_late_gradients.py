@@ -1,0 +1,96 @@
+"""Gradients are plain compile's where none is sent for a result at first, and one comes late."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from fxremat.sizes import MIB
+from tests.test_unsent_gradients import QUICK
+
+pytestmark = pytest.mark.usefixtures("fresh")
+
+
+class Parts(nn.Module):
+    """What the cases below are made of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 16)
+        self.weight, self.norm = nn.Parameter(torch.randn(64)), nn.BatchNorm1d(64)
+        self.table = nn.Embedding(256, 64, max_norm=1.0)
+
+    def break_between(self, x: Tensor, change: Callable[[Tensor], Tensor]) -> Any:
+        hidden = self.first(x)
+        torch._dynamo.graph_break()
+        hidden = change(hidden)
+        return self.head(hidden), hidden.repeat(1, 8)
+
+
+def in_region(parts: Parts, x: Tensor) -> Any:
+    norm = partial(checkpoint, lambda q: parts.norm(q).tanh(), use_reentrant=False)
+    return parts.head(hidden := norm(parts.first(x))), hidden.repeat(1, 8)
+
+
+def written_between(parts: Parts, x: Tensor) -> Any:
+    wide = (hidden := parts.first(x).tanh()).repeat(1, 8)
+    wide[:, :64].mul_(parts.weight)
+    return parts.head(hidden), wide
+
+
+def in_low_precision(parts: Parts, x: Tensor) -> Any:
+    """Run again without autocast, it would multiply two types."""
+    wide = F.linear(hidden := parts.first(x), parts.second.weight.to(hidden.dtype)).repeat(1, 8)
+    return parts.head(hidden) + wide[:, :16], wide
+
+
+LATE: dict[str, Callable[[Parts, Tensor], Any]] = {
+    "features": lambda p, x: (p.head(y := p.first(x).tanh()), y.repeat(1, 8)),
+    "autocast": in_low_precision,
+    "a weight of its own": lambda p, x: (
+        p.head(y := p.first(x).tanh()), (y * p.weight).repeat(1, 8)
+    ),
+    "a weight through parts": lambda p, x: (
+        p.head(y := p.first(x).tanh()), (y * p.weight).chunk(2, 1)[0].repeat(1, 16)
+    ),
+    "a weight written in": written_between,
+    "a norm in a region": in_region,
+    "a table of small norms": lambda p, x: (
+        p.head(y := p.table(x.argmax(1)).tanh()), y.repeat(1, 8)
+    ),
+    "written after a break": lambda p, x: p.break_between(x, torch.relu_),
+    "tied over a break": lambda p, x: p.break_between(x, lambda y: p.first(y).tanh()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", LATE)
+@pytest.mark.filterwarnings("ignore::fxremat.BudgetExceeded")
+def test_gradients_are_those_of_plain_compile_late_or_not(case: str) -> None:
+    """Each of them is one of zeros, or none, where plain compile's is."""
+
+    def gradients(**how: Any) -> list[Any]:
+        torch.compiler.reset()
+        torch.manual_seed(0)
+        model, found = Parts(), list[Any]()
+        call = torch.compile(LATE[case], **how)
+        for late in (False, False, True, False):
+            model.zero_grad()
+            torch.manual_seed(1)
+            with torch.autocast("cpu", torch.bfloat16, enabled=case == "autocast"):
+                narrow, wide = call(model, torch.randn(256, 64) + model.first.bias)
+            loss = narrow.float().square().mean()
+            (loss + wide.float().square().mean() if late else loss).backward()
+            found.append([one.grad for one in model.parameters()])
+        return found
+
+    expected = gradients(backend="aot_eager")
+    ours = gradients(backend="fxremat", options={**QUICK, "memory_budget": 4 * MIB})
+    rtol, atol = (2e-2, 1e-3) if case == "autocast" else (1e-5, 1e-6)
+    torch.testing.assert_close(ours, expected, rtol=rtol, atol=atol)
