@@ -132,6 +132,8 @@ def test_what_breaks_a_promise_is_bad() -> None:
     assert row("refused", budget=100, checkpointed=way).is_bad
     fine = row("ok"), row("inactive", warned=["no effect"]), row("refused", budget=99)
     assert not any(one.is_bad for one in (*fine, row("refused", budget=99, checkpointed=way)))
+    for seconds, ratio in ((0.5, "2.00"), (-0.5, ""), (None, "")):
+        assert row("ok", plain=way | {"first_seconds": seconds}, at_budget=way).cells()[-2] == ratio
 
 
 def test_a_file_is_continued_and_a_page_made(

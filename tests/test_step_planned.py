@@ -62,6 +62,18 @@ class TwoBreaks(nn.Module):
         return loss
 
 
+class WithFeatures(TwoBreaks):
+    """Its second graph returns features, too."""
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.blocks[0](x)
+        torch._dynamo.graph_break()
+        x = self.blocks[1](x)
+        features = x.repeat(1, 16)
+        torch._dynamo.graph_break()
+        return self.blocks[3](self.blocks[2](x)).square().mean(), features
+
+
 class WithLogits(TwoBreaks):
     """It returns the logits beside a loss whose backward does not need them."""
 
@@ -183,6 +195,16 @@ def two_breaks(make: Callable[[], nn.Module] = TwoBreaks) -> Case:
 
 
 @cache
+def features_let_go() -> Case:
+    torch.manual_seed(0)
+
+    def run(functions: Sequence[Any], given: Sequence[Tensor]) -> None:
+        functions[0](*given)[0].backward()
+
+    return Case([WithFeatures()], [torch.randn(512, 32)], run)
+
+
+@cache
 def loss_apart() -> Case:
     torch.manual_seed(0)
     words, targets = torch.randint(WORDS, (256,)), torch.randint(WORDS, (256,))
@@ -283,6 +305,7 @@ def called_by_a_function(checkpointed: bool) -> Case:
         (partial(called_by_a_function, True), 101, 0.5),
         (eager_stem, 75, 0.6),  # what eager code saves counts from the second step on
         (partial(two_breaks, WithLogits), 80, 0.0),
+        (features_let_go, 60, 0.3),  # when the backward begins
         pytest.param(partial(in_turn, 3, 3), 60, 0.0, id="two models in turn, one graph for both"),
         pytest.param(partial(in_turn, 3, 2), 60, 0.0, id="two models in turn, two graphs"),
     ],

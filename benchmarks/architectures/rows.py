@@ -42,9 +42,8 @@ class Row:
     def _ratio(self, what: str) -> str:
         """Of seconds at the budget, or at the least, to plain's; none if steps varied by more."""
         ours = self.at_budget or self.at_least
-        if not (ours and self.plain and self.plain[what] > 0):
-            return ""
-        return f"{ours[what] / self.plain[what]:.2f}"
+        its, plain = (found and found[what] for found in (ours, self.plain))
+        return f"{its / plain:.2f}" if its and plain and plain > 0 else ""
 
     def cells(self) -> list[str]:
         """A line of the table: MiB, and seconds relative to plain compile's."""

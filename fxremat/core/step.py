@@ -12,7 +12,7 @@ forward to its backward a run waits, and holds what it has saved. Plain data.
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -170,7 +170,7 @@ def in_order(
     order: Order,
     outside_bytes: int,
     gathered: Gathered = NOTHING_GATHERED,
-    results_kept: Collection[int] = (),
+    results_kept: Mapping[int, int] = NOTHING_HELD,
     results_held: Mapping[int, int] = NOTHING_HELD,
     weights: Sequence[Mapping[int, int]] = (),
 ) -> tuple[StepPoint, ...]:
@@ -181,31 +181,31 @@ def in_order(
     gradients of a part stay from its backward on; one that has gone backward may run again, as
     the discriminator of a GAN does, and adds to them; so does another part that has ``weights``
     of it, bytes by address of those of each run, where these are known. What runs outside holds
-    the results of the runs in ``results_kept`` until these go backward, and to the end so many
-    bytes of each run's as ``results_held`` has for it. Whoever goes backward from a loss holds
+    so many bytes of a run's results as ``results_kept`` has for it until it goes backward, and
+    those in ``results_held`` to the end. Whoever goes backward from a loss holds
     its gradient until all runs have gone backward that do so then.
     """
     points, waiting, left, ended = list[StepPoint](), list[int](), 0, set[int]()
     held = [min(results_held.get(k, 0), parts[part].results) for k, part in enumerate(part_of)]
+    kept = [min(results_kept.get(k, 0), parts[part].results) for k, part in enumerate(part_of)]
     of_loss = 0
     added = set[int]()
     for k, (run, phase) in enumerate(order):
         own = parts[part_of[run]]
         if phase == "forward":
-            kept = gathered.ahead + len(waiting) * gathered.kept
-            outside = outside_bytes + left + kept + own.given
+            there = gathered.ahead + len(waiting) * gathered.kept
+            outside = outside_bytes + left + there + own.given
             points.append(StepPoint(outside, tuple(waiting), run, "forward"))
             waiting.append(run)
-            there = own.results if run in results_kept else held[run]
+            there = max(kept[run], held[run])
             outside_bytes += there
             if k + 1 == len(order) or order[k + 1][1] == "backward":  # the loss, between them
-                kept = gathered.ahead + len(waiting) * gathered.kept
-                between = outside_bytes + left + kept + own.results - there + own.incoming
+                others = gathered.ahead + len(waiting) * gathered.kept
+                between = outside_bytes + left + others + own.results - there + own.incoming
                 points.append(StepPoint(between, tuple(waiting)))
             continue
         waiting.remove(run)
-        if run in results_kept:
-            outside_bytes -= own.results - held[run]
+        outside_bytes -= max(0, kept[run] - held[run])
         begins = k > 0 and order[k - 1][1] == "forward"
         of_loss = 0 if begins else of_loss
         outside = outside_bytes + left + of_loss + own.incoming + len(waiting) * gathered.kept

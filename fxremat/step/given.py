@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from fxremat.compat.backward import given_before, saved_before, when_freed
+from fxremat.core.step import ALL_RESULTS
 from fxremat.errors import InfeasibleBudget
 from fxremat.memory.storages import Storages, saved_storages, storages_of, without
 from fxremat.step.graph import SharingGraph
@@ -82,6 +83,15 @@ class WaitingRun:
             return {}
         return saved_storages(node, self.promise.saved_bytes, self.promise.device)
 
+    def kept_beside(self, given: Collection[int]) -> int:
+        """Bytes of results that others have when a run begins that is ``given`` some of them."""
+        if not self.results.intersection(given):
+            return ALL_RESULTS
+        alive = storages_of([one() for one in self.made], self.promise.device)
+        return sum(
+            size for key, size in alive.items() if key not in given and key not in self.given
+        )
+
     def in_use(self, saved: Container[int]) -> bool:
         """Whether somebody has a result, at none of the addresses that are ``saved``."""
         results = storages_of([one() for one in self.made], self.promise.device)
@@ -92,15 +102,15 @@ class WaitingRun:
 class Recorded:
     """One half of a run, as it has run.
 
-    With ``keeps`` others hold its results until its backward: so they may where the next graph is
-    not given them, for something that is not compiled is. So many ``held_bytes`` of them they hold
+    Others hold so many ``kept_bytes`` of its results until its backward: all where the next graph
+    is given none, for something that is not compiled is. So many ``held_bytes`` of them they hold
     beyond that, as whoever is given a loss, and maybe logits. It was given these ``weights``.
     """
 
     graph: weakref.ref[Any]
     place: int
     phase: Literal["forward", "backward"]
-    keeps: bool = False
+    kept_bytes: int = 0
     held_bytes: int = 0
     weights: Mapping[int, int] = field(default_factory=dict)
 

@@ -173,7 +173,7 @@ class BudgetScope:
         waiting = [one for one in self.waiting.values() if one.graph is not None]
         runs = [(one.graph, one.place) for one in waiting if one.graph is not None]
         pairs = zip(waiting, [*(one.given for one in waiting[1:]), given], strict=True)
-        kept = [k for k, (one, taken) in enumerate(pairs) if not one.results & taken]
+        kept = {k: one.kept_beside(taken) for k, (one, taken) in enumerate(pairs)}
         runs.append((graph, 0))
         last = len(runs) - 1  # what nobody is given yet, others may hold
         trained = [*(one.weights for one in waiting), {}]
@@ -196,14 +196,14 @@ class BudgetScope:
         runs: dict[tuple[SharingGraph, int], int] = {}
         weights: dict[int, Mapping[int, int]] = {}
         order: list[tuple[int, Literal["forward", "backward"]]] = []
-        kept, held = list[int](), dict[int, int]()
+        kept, held = dict[int, int](), dict[int, int]()
         for one in self.last:
             graph = one.graph()
             if graph is None:
                 return None
             if one.phase == "forward":  # a place may be taken again: its version is the same
                 number = runs.setdefault((graph, one.place), len(runs))
-                kept += [number] if one.keeps else []
+                kept[number] = max(one.kept_bytes, kept.get(number, 0))
                 held |= {number: one.held_bytes} if one.held_bytes else {}
                 weights[number] = one.weights
             elif (graph, one.place) not in runs:
@@ -216,7 +216,7 @@ class BudgetScope:
         runs: Sequence[tuple[SharingGraph, int]],
         order: Order,
         more_bytes: int,
-        kept: Sequence[int],
+        kept: Mapping[int, int],
         held: Mapping[int, int],
         weights: Sequence[Mapping[int, int]],
     ) -> StepDescription | None:
@@ -243,8 +243,9 @@ class BudgetScope:
         planners: dict[int, Planner] = {k: graph.plan_version for k, graph in enumerate(graphs)}
         found = StepDescription(points, part_of, places, parts, planners=planners)
         if len(order) == 2 * len(runs):  # no run comes again: its addresses would hold for all
+            whole = [run for run, nbytes in kept.items() if nbytes == ALL_RESULTS]
             found.outside = partial(
-                outside_in_order, order=order, held_bytes=fixed_bytes, kept=kept, held=held
+                outside_in_order, order=order, held_bytes=fixed_bytes, kept=whole, held=held
             )
         return found
 
@@ -393,8 +394,8 @@ class BudgetScope:
             before = self.order[-1] if self.order else None
             if before is not None and before.phase == "forward":
                 last = next(reversed([one for one in waiting.values() if one is not run]), None)
-                keeps = last is not None and not last.results & run.given
-                self.order[-1] = replace(before, keeps=keeps)
+                kept = 0 if last is None else last.kept_beside(run.given)
+                self.order[-1] = replace(before, kept_bytes=kept)
             forward = Recorded(weakref.ref(run.graph), run.place, "forward", weights=run.weights)
             self.order.append(forward)
         weakref.finalize(node, self._leaves, key, run)
