@@ -199,9 +199,7 @@ class GraphInStep:
 
     def set_aside(self, between: int, held: int, *, remembered: bool = True) -> None:
         """Have it planned again with so many bytes more, or fewer, beside it."""
-        if (
-            self.graph.gradients.late
-        ):  # what the step took was for a gradient that none had expected
+        if self.gradients.late:  # what the step took was for a gradient that none had expected
             return
         self._hold(held)
         if remembered:
