@@ -94,3 +94,21 @@ def test_gradients_are_those_of_plain_compile_late_or_not(case: str) -> None:
     ours = gradients(backend="fxremat", options={**QUICK, "memory_budget": 4 * MIB})
     rtol, atol = (2e-2, 1e-3) if case == "autocast" else (1e-5, 1e-6)
     torch.testing.assert_close(ours, expected, rtol=rtol, atol=atol)
+
+
+@pytest.mark.filterwarnings("ignore::fxremat.BudgetExceeded")
+def test_views_of_what_a_graph_saves_may_be_written() -> None:
+    """They are not left out: detached, they would be what it has saved."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"first": nn.Linear(64, 256), "head": nn.Linear(256, 16)})
+
+    def run(x: Tensor) -> Any:
+        hidden = model["first"](x).tanh()
+        return model["head"](hidden), *hidden.chunk(4, 1)
+
+    call = torch.compile(run, backend="fxremat", options={**QUICK, "memory_budget": 4 * MIB})
+    for step in range(3):
+        found, part, *_ = call(torch.randn(256, 64))
+        if step:
+            part.mul_(2.0)
+        found.square().mean().backward()

@@ -214,10 +214,19 @@ def returns(what: Callable[[Tensor], Any]) -> Net:
         (lambda y: y.sum(), ()),
         (lambda y: (y.sum(), y.mean()), ()),
         (lambda y: (y.sum().detach(), y), ()),
+        (lambda y: (torch.vmap(torch.sin)(y).sum(), y), (1,)),
     ],
 )
 def test_which_results_get_none(what: Callable[[Tensor], Any], unsent: tuple[int, ...]) -> None:
     assert found_in(returns(what), torch.randn(2, 4), by=unsent_results) == unsent
+
+
+def test_a_weight_of_other_results_keeps_its_gradient_of_zeros() -> None:
+    net = Net(
+        lambda net, x: ((y := net.layer(x)).sum(), net.other(y)),
+        layer=nn.Linear(4, 4), other=nn.Linear(4, 4),
+    )  # fmt: skip
+    assert found_in(net, torch.randn(2, 4), by=unsent_results) == ()
 
 
 def test_a_part_of_a_model_sends_all() -> None:

@@ -18,6 +18,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
+from fxremat.compat.tensors import is_fake
+
 Compiled = Callable[..., Any]
 
 
@@ -48,7 +50,7 @@ def reads_all(gm: fx.GraphModule, results: Iterable[Any]) -> bool:
     made_of = {one for one in results if _is_trained(one)}
     for node in reversed(gm.graph.nodes):
         if node in made_of:
-            made_of.update(filter(_is_trained, node.all_input_nodes))
+            made_of.update(filter(_may_be_trained, node.all_input_nodes))
     inputs = gm.graph.find_nodes(op="placeholder")
     return all(node in made_of for node in inputs if _is_trained(node))
 
@@ -58,6 +60,13 @@ def _is_trained(node: Any) -> bool:
     value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
     leaves = pytree.tree_leaves(value)
     return any(isinstance(one, torch.Tensor) and one.requires_grad for one in leaves)
+
+
+def _may_be_trained(node: fx.Node) -> bool:
+    """The same, or what it gives does not say, as inside of ``torch.vmap``."""
+    leaves = pytree.tree_leaves(node.meta.get("example_value"))
+    unknown = any(isinstance(one, torch.Tensor) and not is_fake(one) for one in leaves)
+    return unknown or _is_trained(node)
 
 
 def writes_nothing(gm: fx.GraphModule) -> bool:
