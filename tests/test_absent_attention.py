@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxremat
-from benchmarks.loops.without_device import without_device
 from fxremat.compat.absent import attention, autocast
 from fxremat.compat.absent.attention import Call, chosen_kernel
 from fxremat.compat.absent.autocast import cuda_autocast
 from fxremat.compat.absent.pretending import CUDA
+from fxremat.compat.absent.without_device import without_device
 from fxremat.compat.tensors import Watching, fake_tensors, is_fake
 from fxremat.report.report import Report
 from tests import graphs

@@ -36,6 +36,7 @@ from fxremat.compat.tensors import (
     Watching,
     fake_tensors,
     is_fake,
+    is_view,
     on_device_without_memory,
     places_in_joint,
     storage_watch,
@@ -441,3 +442,10 @@ def test_load_without_kernels() -> None:
     assert ATEN.as_strided.default in ops
     assert ops[-1] == ATEN.mm.out
     assert call.__code__.co_filename == "<test>"
+
+
+def test_which_tensors_are_views() -> None:
+    x = torch.ones(4, 4, requires_grad=True) * 2
+    views, others = (x[:1], x.t(), x.chunk(2)[0]), (x, x + 1, x.clone())
+    assert all(map(is_view, views))
+    assert not any(map(is_view, others))

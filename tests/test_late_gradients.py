@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from fxremat.sizes import MIB
+from tests.test_step_planned import PLAIN, HeadApart
 from tests.test_unsent_gradients import QUICK
 
 pytestmark = pytest.mark.usefixtures("fresh")
@@ -143,3 +144,26 @@ def test_a_step_goes_on_where_it_does_not_fit_with_a_gradient_that_came_late() -
         found, features = call(x)
         loss = found.square().mean()
         (loss + features.square().mean() if late else loss).backward()
+
+
+@pytest.mark.parametrize("sent", [False, True])
+@pytest.mark.usefixtures("fresh_budgets")
+def test_logits_beside_the_loss_of_the_last_graph_get_no_gradient_unless_one_comes(
+    sent: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(0)
+    model, x = HeadApart(2, head_and_loss=True), torch.randn(512, 32)
+
+    def gradients(call: Any) -> list[Tensor | None]:
+        model.zero_grad()
+        loss, logits = call(x)
+        (loss + sent * logits.square().mean() if sent else loss).backward()
+        return [p.grad for p in model.parameters()]
+
+    expected = gradients(torch.compile(model, **PLAIN))
+    torch._dynamo.reset()
+    options = {**QUICK, "memory_budget": 64 * MIB}
+    ours = torch.compile(model, backend="fxremat", options=options)
+    for _ in range(3):
+        torch.testing.assert_close(gradients(ours), expected)
+    assert ("a gradient came" in caplog.text) == sent

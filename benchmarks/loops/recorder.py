@@ -15,8 +15,8 @@ from torch.optim.optimizer import (
 )
 from torch.utils import _pytree as pytree
 
-from benchmarks.loops.without_device import without_device
 from fxremat.compat.absent.pretending import CUDA
+from fxremat.compat.absent.without_device import without_device
 from fxremat.compat.tensors import is_fake, storage_watch
 from fxremat.core.events import Allocate, EmptyCache, Event, Free
 

@@ -167,6 +167,11 @@ def is_fake(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
+def is_view(tensor: torch.Tensor) -> bool:
+    """Whether autograd sees a tensor as a part of another one, or as that in another shape."""
+    return tensor._is_view()
+
+
 def is_dtensor(tensor: object) -> bool:
     """Whether it is a tensor, and a part of one that ranks share."""
     if not torch.distributed.is_available():

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
+from fxremat.compat.tensors import is_view
 from fxremat.core.constants import MUCH_UNUSED
 from fxremat.passes.memory_estimation import nbytes
 from fxremat.runtime.unsent_gradients import reads_all, results_of, writes_nothing
@@ -50,7 +51,7 @@ class SentGradients:
         self.is_settled = True
         of = dict(enumerate(results_of(gm)))
         values = {k: of[k].meta["example_value"] for k in self.asked - self.sent}
-        unsent = {k: nbytes(value) for k, value in values.items() if not value._is_view()}
+        unsent = {k: nbytes(value) for k, value in values.items() if not is_view(value)}
         if sum(unsent.values()) <= MUCH_UNUSED * limit_bytes or not writes_nothing(gm):
             return False
         if not reads_all(gm, (of[k] for k in of.keys() - unsent)):
