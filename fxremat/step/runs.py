@@ -336,9 +336,11 @@ class GraphInStep:
             part = self.graph.as_part(beside, count)
             described.parts[self.role.index] = with_compiled(part, self.known, self.request)
             self.role.looked_at = True
-        self.taken.count, self.role.is_due = count, False
+        self.taken.count = count
         self.where.scope.compiled_again += 1
-        return self._note_peak(told, self._chosen(described))
+        chosen = self._chosen(described)
+        self.role.is_due = False  # what is refused stays due: whoever goes on is refused again
+        return self._note_peak(told, chosen)
 
     def _note_peak(self, told: int, found: RunVersions) -> RunVersions:
         """Say the peak of the step, with graphs that wait, in the reports made since then."""
