@@ -6,7 +6,8 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from itertools import count
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -29,29 +30,6 @@ from tests.single_calls import ATEN, KEY, call, item
 
 HOST, GPU = torch.device("cpu"), torch.device("cuda", 0)
 ROOFLINE = op_timers.Roofline(DeviceSpec("test", 1e12, 4e12, 1e9, 3.0, 1e9, 1e8, 20.0), True, True)
-
-# --- runs that count ----------------------------------------------------------------------
-
-
-def timed(interruptions: Iterable[int], seconds: list[float], patch: pytest.MonkeyPatch) -> float:
-    """What is found where the runs take so long, and the kernel has counted so much after each."""
-    counted, took = iter(interruptions), iter(seconds)
-    patch.setattr(timing, "_interruptions", lambda device: next(counted))
-    patch.setattr(timing, "_seconds", lambda call, device: next(took))
-    return timing.quickest(lambda: None, HOST).us
-
-
-def test_runs_that_other_programs_disturb_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run after which the count of interruptions is higher is made again.
-
-    A long one may lose a core now and then: the kernel's own tasks come every few hundredths of a
-    second without other programs, too.
-    """
-    found = timed([0, 1, 1, 2, 2, *[3] * 1000], [1e-6, 2e-6, *[5e-3] * 500], monkeypatch)
-    assert found == pytest.approx(5000.0)
-    found = timed(range(10**9), [0.1, *[0.011] * 500], monkeypatch)
-    assert found == pytest.approx(11_000.0)
-
 
 # --- the clock ----------------------------------------------------------------------------
 
@@ -109,8 +87,8 @@ def test_where_the_clock_is_not_known_times_are_left_as_they_are(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """On a GPU it never is."""
-    counted = iter(range(10**9))
-    monkeypatch.setattr(timing, "_interruptions", lambda device: next(counted))
+    waited = count()
+    monkeypatch.setattr(timing, "_waiting_s", lambda device: next(waited))
     machine.slowness = 1.3
     assert machine.timed() == pytest.approx(1.3 * 7000.0)
     assert timing.reference_of(GPU, tmp_path) is None
@@ -249,7 +227,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.fixture(autouse=True)
 def _undisturbed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever else the machine does: tests of times ask for no true ones."""
-    monkeypatch.setattr(timing, "_interruptions", lambda device: 0)
+    monkeypatch.setattr(timing, "_waiting_s", lambda device: 0.0)
 
 
 def test_a_matmul_is_measured_once(tmp_path: Path, runs: list[str]) -> None:
@@ -357,26 +335,6 @@ def test_what_cannot_be_timed_is_left_to_the_roofline(
     assert timer(tmp_path)((node,), 100) == ROOFLINE((node,), 100)
 
 
-# --- busy machines ------------------------------------------------------------------------
-
-
-def test_what_is_always_disturbed_counts_and_is_not_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs: list[str]
-) -> None:
-    counted = iter(range(10**9))
-    monkeypatch.setattr(timing, "_interruptions", lambda device: next(counted))
-    monkeypatch.setattr(timing, "BUSY_TIMING_S", 1e-3)
-    monkeypatch.setattr(timing, "_seconds", lambda call, device: 5e-4)
-    node, time_of = call(ATEN.mm.default, A, B), timer(tmp_path)
-    assert time_of((node,), 100) == time_of((node,), 100) == pytest.approx(500.0)
-    assert timer(tmp_path)((node,), 100) == pytest.approx(500.0)
-    assert len(runs) == 1  # it is tried neither for each node anew, nor for each graph
-    timing.forget_unsure()
-    assert timer(tmp_path)((node,), 100) == pytest.approx(500.0)
-    assert len(runs) == 2
-    assert not number_path(tmp_path, HOST, KIND).exists()
-
-
 # --- files --------------------------------------------------------------------------------
 
 
@@ -468,20 +426,8 @@ def test_functions_can_be_timed(name: str, monkeypatch: pytest.MonkeyPatch, tmp_
 
     def once(call: Callable[[], object], device: torch.device, reference: object) -> timing.Timing:
         call()
-        return timing.Timing(50.0, False)
+        return timing.Timing(50.0, 0.0)
 
     monkeypatch.setattr(timing, "quickest", once)
     rates = op_timers.measured_rates(HOST, tmp_path)
     assert rates.loop_us([(name, 1)], 0) == 0.0  # no dearer than to move
-
-
-def test_the_rates_of_a_busy_machine_are_not_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They are better than none: a vendor's figures would be of another kind than measured ones."""
-    disturbed = mock.Mock(return_value=timing.Timing(50.0, True))
-    monkeypatch.setattr(timing, "quickest", disturbed)
-    rates = op_timers.measured_rates(HOST, tmp_path)
-    assert rates.call_us == rates.call_us == 50.0
-    assert disturbed.call_count == 1
-    assert not number_path(tmp_path, HOST, op_timers.KIND).exists()

@@ -115,13 +115,13 @@ class CallTimes:
     def of_call(self, target: Any, args: Any, kwargs: Any) -> float | None:
         """Microseconds of a call on random data of its shapes; its tensors may be fake.
 
-        None where it cannot be run, or has no room.
+        None where it cannot be run, or has no room. Raises `MachineIsBusy`.
         """
 
-        def measure() -> tuple[float | None, bool]:
+        def measure() -> tuple[float | None, float]:
             device = self.numbers.device
             if not has_room(device, (args, kwargs)):
-                return None, False
+                return None, 0.0
             real, named = made_call(target, args, kwargs, device)
             return self.numbers.us(lambda: target(*real, **named))
 

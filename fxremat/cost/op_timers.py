@@ -23,7 +23,7 @@ from fxremat.core.constants import CALL_US, TILE_BYTES
 from fxremat.cost.call_times import CallTimes, operands
 from fxremat.cost.device import DeviceSpec
 from fxremat.cost.roofline import flops_of, roofline_us, sent_by
-from fxremat.cost.timing import TimedNumbers
+from fxremat.cost.timing import TimedNumbers, Timing
 from fxremat.passes.joint_graph import is_tensor
 from fxremat.runtime import kernels
 from fxremat.runtime.kernels import Inside
@@ -134,20 +134,20 @@ class MeasuredNumbers:
         assert found is not None
         return found
 
-    def _measured(self, name: str) -> tuple[float, bool]:
-        """The number, and whether it was disturbed."""
+    def _measured(self, name: str) -> tuple[float, float]:
+        """The number, and how disturbed it was."""
         if name == _CALL:
             return self._us(1, 2, lambda given, out: torch.add(given, given, out=out))
         if name == _MOVING:
             return self._us(ELEMENTS, 2, torch.neg)
         if name in FUNCTIONS:
-            us, disturbed = self._us(ELEMENTS, 2, FUNCTIONS[name])
-            return 1e3 * max(0.0, us - self(_MOVING)) / ELEMENTS, disturbed
+            us, waited = self._us(ELEMENTS, 2, FUNCTIONS[name])
+            return 1e3 * max(0.0, us - self(_MOVING)) / ELEMENTS, waited
         nbytes = int(name.removeprefix(_BANDWIDTH))
-        us, disturbed = self._us(nbytes // 12, 3, torch.add)
-        return 1e6 * nbytes / max(us - self(_CALL), 1e-3), disturbed
+        us, waited = self._us(nbytes // 12, 3, torch.add)
+        return 1e6 * nbytes / max(us - self(_CALL), 1e-3), waited
 
-    def _us(self, elements: int, count: int, function: Callable[..., Any]) -> tuple[float, bool]:
+    def _us(self, elements: int, count: int, function: Callable[..., Any]) -> Timing:
         """Microseconds of a function of so many tensors, the last of which it writes.
 
         Their elements have 4 bytes, whatever the default is.

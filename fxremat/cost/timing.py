@@ -1,10 +1,12 @@
 """How long a call takes on a device: its quickest runs, alone, at one clock of the machine.
 
 Runs that other programs disturb do not count: a thread that waits for a core, and all that wait for
-it, would count as work. A core's clock, and the neighbours on its chip, change how long the same
-matmul takes by a quarter within minutes. Times are kept on disk and added up, so those of a CPU are
-divided by how much longer than at first a fixed matmul takes just now. On a GPU they are left as
-they are. Numbers are kept on disk, but for those of calls that were disturbed each time.
+it, would count as work. Where each run waits long, long calls are told from short ones by that
+alone: whoever chose by such times would compute all in the smallest parts. A core's clock, and the
+neighbours on its chip, change how long the same matmul takes by a quarter within minutes. Times are
+kept on disk and added up, so those of a CPU are divided by how much longer than at first a fixed
+matmul takes just now. On a GPU they are left as they are. Numbers are kept on disk, but for those
+of calls that were disturbed each time.
 """
 
 from __future__ import annotations
@@ -13,7 +15,6 @@ import math
 import os
 import tempfile
 import time
-from bisect import insort
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -26,20 +27,23 @@ import torch
 
 try:
     import fcntl
-    import resource
-except ImportError:  # there are none on Windows
-    fcntl = resource = None  # type: ignore[assignment]
+except ImportError:  # there is none on Windows
+    fcntl = None  # type: ignore[assignment]
 
 from fxremat.compat.inductor.kernels import wait_for_vectors
 from fxremat.compat.measuring import keep_busy
+from fxremat.compat.ranks import is_a_rank
 from fxremat.compat.tensors import outside_fake_mode
-from fxremat.core.constants import CORE_TURN_S, TIME_DOUBT
+from fxremat.core.constants import CORE_TURN_S, MOST_WAITING, TIME_DOUBT
 from fxremat.cost.number_file import NumberFile, number_path
+from fxremat.errors import FxrematError
 
 TIMING_S = 4 * CORE_TURN_S
 """Timing a call ends after this, whether its runs agree or not."""
 BUSY_TIMING_S = 10 * TIMING_S
 """Where others disturb each run, timing ends after this; a clock is taken to last as long."""
+LOOK_S = CORE_TURN_S / 10
+"""Between two looks at how long threads have waited, which take up to a tenth of this."""
 CALLS_BETWEEN_EVENTS = 10
 """On CUDA: the clock of events is no finer than half a microsecond, which ten calls share."""
 CLOCK = "reference_matmul"
@@ -47,11 +51,25 @@ CLOCK = "reference_matmul"
 _CLOCK_KEY = "us of mm 256x512x512"
 
 
+class MachineIsBusy(FxrematError):
+    """Other programs take the cores: what is to be planned gets a plan by figures of a device."""
+
+    is_no_fault = True
+
+    def __str__(self) -> str:
+        return "other programs take the processor's cores, so that ops cannot be timed"
+
+
 class Timing(NamedTuple):
-    """Microseconds of a call; ``disturbed`` if other programs took a core in each of its runs."""
+    """Microseconds of a call; for this part of its run, or more, threads waited for a core."""
 
     us: float
-    disturbed: bool
+    waited: float
+
+    @property
+    def disturbed(self) -> bool:
+        """Whether other programs had a core in each of its runs."""
+        return self.waited > TIME_DOUBT
 
 
 @dataclass
@@ -88,28 +106,37 @@ def reference_of(device: torch.device, directory: Path) -> ReferenceMatmul | Non
 def quickest(
     call: Callable[[], object], device: torch.device, reference: ReferenceMatmul | None = None
 ) -> Timing:
-    """The quickest run in which no other program took one of our cores.
+    """The quickest run in which no other program had one of our cores.
 
     Such runs are made until two of them agree. With a ``reference`` the time is that at the clock
     at which it was first timed. Where the machine is too busy for any such run, it is the quickest
-    of all: more than the call takes, but of the same measure as other times.
+    of those that waited least: more than the call takes.
     """
     slowdown = 1.0 if reference is None else reference.slowdown()
     call()
-    counted, shortest, spent, enough = list[float](), math.inf, 0.0, TIMING_S / 8
+    counted, least, spent, enough = list[float](), (math.inf, math.inf), 0.0, TIMING_S / 8
     with alone_on(device):
         while spent < (TIMING_S if len(counted) > 1 else BUSY_TIMING_S):
-            before = _interruptions(device)
-            seconds = _seconds(call, device)
-            spent += seconds * _calls_of(device)
-            shortest = min(shortest, seconds)
-            if _interruptions(device) - before > seconds / CORE_TURN_S:
-                continue  # others have disturbed it
-            insort(counted, seconds)
-            enough -= seconds * _calls_of(device)
+            runs, waited = _looked_at(call, device)
+            took = sum(runs) * _calls_of(device)
+            spent += took
+            if waited > TIME_DOUBT:
+                least = min(least, (waited, min(runs)))  # others have disturbed it
+                continue
+            counted = sorted((*counted, *runs))[:2]
+            enough -= took
             if enough < 0 and len(counted) > 1 and counted[1] <= counted[0] * (1 + TIME_DOUBT):
                 break
-    return Timing(1e6 * (counted[0] if counted else shortest) / slowdown, not counted)
+    waited, seconds = (0.0, counted[0]) if counted else least
+    return Timing(1e6 * seconds / slowdown, waited)
+
+
+def _looked_at(call: Callable[[], object], device: torch.device) -> tuple[list[float], float]:
+    """Seconds of runs, and for which part of them our threads waited for a core."""
+    before, runs = _waiting_s(device), list[float]()
+    while sum(runs) * _calls_of(device) < LOOK_S:
+        runs.append(_seconds(call, device))
+    return runs, (_waiting_s(device) - before) / sum(runs)
 
 
 _UNSURE: defaultdict[Path, dict[str, float | None]] = defaultdict(dict)
@@ -137,16 +164,19 @@ class TimedNumbers:
         self.unsure = _UNSURE[self.file.path]
         self.reference = reference_of(self.device, self.directory)
 
-    def number(self, key: str, measure: Callable[[], tuple[float | None, bool]]) -> float | None:
-        """The number of this key. ``measure`` gives it, and whether that was disturbed.
+    def number(self, key: str, measure: Callable[[], tuple[float | None, float]]) -> float | None:
+        """The number of this key. ``measure`` gives it, and how disturbed it was (`Timing.waited`).
 
-        It is called where tensors are real, and nothing is compiled that could take a core.
+        It is called where tensors are real, and nothing is compiled that could take a core. Raises
+        `MachineIsBusy` where it was disturbed too much, but among ranks, which plan alike.
         """
         if key not in self.file.numbers and key not in self.unsure:
             wait_for_vectors()
             with outside_fake_mode(), torch.no_grad():
-                found, disturbed = measure()
-            if found is None or disturbed:
+                found, waited = measure()
+            if waited > MOST_WAITING and not is_a_rank():
+                raise MachineIsBusy
+            if found is None or waited > TIME_DOUBT:
                 self.unsure[key] = found
             else:
                 self.file.add(key, found)
@@ -162,11 +192,15 @@ def _calls_of(device: torch.device) -> int:
     return CALLS_BETWEEN_EVENTS if device.type == "cuda" else 1
 
 
-def _interruptions(device: torch.device) -> int:
-    """How often other programs have taken a core from one of our threads; not told by Windows."""
-    if device.type != "cpu" or resource is None:
-        return 0
-    return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
+def _waiting_s(device: torch.device) -> float:
+    """For how many seconds our threads have waited for a core of the CPU; told by Linux alone."""
+    waited = 0
+    with suppress(OSError):
+        for thread in os.listdir("/proc/self/task") if device.type == "cpu" else ():
+            with suppress(OSError):  # it has ended
+                told = Path(f"/proc/self/task/{thread}/schedstat").read_bytes()
+                waited += int(told.split()[1])
+    return waited / 1e9
 
 
 def _seconds(call: Callable[[], object], device: torch.device) -> float:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import fx
@@ -40,6 +40,7 @@ from fxremat.compile.request import Request, device_of_inputs, request_for
 from fxremat.compile.tracing import Ended
 from fxremat.core.json_data import from_data, to_data
 from fxremat.core.layout import NOWHERE, OwnPools, StepLayout
+from fxremat.cost.timing import MachineIsBusy
 from fxremat.disk_cache import Answers, Question
 from fxremat.errors import forget_frames
 from fxremat.faults import with_less_after_faults
@@ -73,6 +74,13 @@ SENT = (
     "fxremat: a gradient came for a result that is returned beside a loss, which was not expected: "
     "this step runs the graph again, in more memory. From the next one on it is planned for."
 )
+
+
+BUSY = (
+    "fxremat: %s: this graph is planned by the figures of a usual device. A later process times "
+    "them, if fewer programs run; op_times='roofline' says that this is wanted."
+)
+T = TypeVar("T")
 
 
 class NoBackward(Exception):
@@ -113,6 +121,8 @@ class Graph:
     """What is known of those that are sent for its results."""
     written: tuple[int, ...] = ()
     """Inputs that are copied before each run, to run it again should a gradient come late."""
+    by_figures: bool = False
+    """Planned by the figures of a device, as ops could not be timed."""
 
     @property
     def unsent(self) -> tuple[int, ...]:
@@ -209,7 +219,19 @@ class Graph:
 
     def compile(self, request: Request) -> CompiledVersion:
         """Compiled as the request says."""
-        return with_less_after_faults(request, self._compiled, self._described)
+        return self._made(request, self._compiled)
+
+    def _made(self, request: Request, make: Callable[[Request], T]) -> T:
+        """What is made for the request, with less of ours after faults, untimed where it has to."""
+        if self.by_figures:
+            request = replace(request, device=replace(request.device, op_times="roofline"))
+        try:
+            return with_less_after_faults(request, make, self._described)
+        except MachineIsBusy as busy:
+            log.warning(BUSY, busy)
+            forget_frames(busy)
+        self.by_figures = True
+        return self._made(request, make)
 
     def _described(self) -> str:
         """For who reports a bug: its code, and what it is given."""
@@ -257,7 +279,7 @@ class Graph:
             assert current.report is not None
             return current.report
 
-        return with_less_after_faults(request, planned, self._described)
+        return self._made(request, planned)
 
     def explain(self) -> tuple[Callable[..., Any], Report | None]:
         """Planned by itself, and run node by node; without a report if it has no backward."""
@@ -271,7 +293,7 @@ class Graph:
 
         def beside(asked: Request) -> Callable[..., Any]:
             asked = asked.with_budget(between=observed.between)
-            return with_less_after_faults(asked, planned, self._described)
+            return self._made(asked, planned)
 
         with reporting(self.options, current):
             return observed.beside_loss(request, beside), current.report
@@ -296,7 +318,7 @@ class Graph:
                 kept.keep(question, to_data(part))
             return part
 
-        part = with_less_after_faults(request, offered, self._described)
+        part = self._made(request, offered)
         own = part.interface
         held = own.given if self.unsent else 0  # to run again, who holds a result holds that
         return replace(part, interface=replace(own, results=own.results + held))
