@@ -149,6 +149,7 @@ def test_what_cannot_be_timed_is_planned_by_figures_and_not_for_later_processes(
     torch.testing.assert_close(found, gradients)
     timed = mock.Mock(side_effect=timing.quickest)
     monkeypatch.setattr(timing, "quickest", timed)
+    monkeypatch.setattr(timing, "_waiting_s", lambda device: 0.0)
     caplog.clear()
     planned(executor)
     assert timed.call_count
