@@ -240,7 +240,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run, print, and write."""
     options = parse_arguments(arguments)
-    timing = Timing(options.rounds, options.steps, live_workers(options.device))
+    live, together = live_workers(options.device), options.threads
+    timing = Timing(options.rounds, options.steps, live, together=together)
     found: list[Figures] = []
     for name in options.models:
         case = Case(

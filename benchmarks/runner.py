@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -43,12 +44,17 @@ KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_"
 
 @dataclass(frozen=True)
 class Timing:
-    """How often to time, and how many workers may live at once."""
+    """How often to time, and how many workers may live at once.
+
+    So many compile ``together`` that are not fxremat's, whose seconds to compile are of no interest
+    then: what measures nothing while it compiles is the same beside others.
+    """
 
     rounds: int
     steps: int
     live: int
     warm_caches: bool = False
+    together: int = 1
 
 
 class Process:
@@ -139,14 +145,18 @@ class Runner:
         return WorkerProcess(variant, self.case, cache, self.folder / f"{variant.name}.log")
 
     def _run_group(self, reference: WorkerProcess, group: list[Variant]) -> None:
-        """Prepare the workers of a group one after another, then interleave their steps."""
-        with ExitStack() as stack:
-            workers = []
-            for variant in group:
+        """Prepare the workers of a group, fxremat's one after another; interleave their steps."""
+        self.rows |= {variant.name: Row(variant.name, variant.kind) for variant in group}
+        with ExitStack() as stack, ThreadPoolExecutor(self.timing.together) as pool:
+
+            def started(variant: Variant) -> WorkerProcess | None:
                 worker = stack.enter_context(self.start(variant))
-                if self.prepare(worker):
-                    workers.append(worker)
-            self._time(reference, workers)
+                return worker if self.prepare(worker) else None
+
+            others = [variant for variant in group if variant.kind != "fxremat"]
+            ready = [*pool.map(started, others)]
+            ready += [started(variant) for variant in group if variant not in others]
+            self._time(reference, [worker for worker in ready if worker is not None])
 
     def _time(self, reference: WorkerProcess, workers: list[WorkerProcess]) -> None:
         base = self.rows[reference.variant.name]
