@@ -177,7 +177,8 @@ NORMS: dict[str, tuple[Rule, Callable[[int], Any]]] = {
     ),
 }  # fmt: skip
 ACTIVATIONS = (
-    nn.LeakyReLU(0.1), nn.ELU(), nn.ELU(2.0), nn.ELU(0.5), F.softplus
+    nn.LeakyReLU(0.1), nn.ELU(), nn.ELU(2.0), nn.ELU(0.5), F.softplus, nn.Softplus(),
+    nn.Softplus(2.0), nn.Softplus(0.5, 30.0),
 )  # fmt: skip
 
 
@@ -234,6 +235,7 @@ def test_activations(activation: Callable[[Tensor], Tensor]) -> None:
 @pytest.mark.parametrize(
     "middle",
     [torch.tanh, torch.sigmoid, F.relu, F.gelu, F.silu, nn.LeakyReLU(-0.1), torch.exp,
+     nn.Softplus(1.0, 5.0),
      nn.LayerNorm(8, elementwise_affine=False)],  # its derivative reads the output already
 )  # fmt: skip
 def test_not_offered(middle: Any) -> None:

@@ -15,7 +15,7 @@ rebuilt from what comes out of it (In-Place Activated BatchNorm, Rota Bulò et a
 
 * leaky ReLU with a positive slope: y > 0 is x > 0, bit for bit; the mask is not kept;
 * ELU: where x <= 0, exp(x) is y / scale + 1, within 2^-24 of one in float32;
-* softplus in float32: exp(x) is expm1(y), and y > 20 is x > 20.
+* softplus in float32, log(1 + exp(a x)) / a: exp(a x) is expm1(a y), and a y > 20 is a x > 20.
 
 Derivatives of tanh, sigmoid and ReLU are made from outputs already. GELU and SiLU have a minimum,
 on whose side y is silent. Chains in which a result was rounded to a narrower dtype are not offered.
@@ -36,6 +36,8 @@ from fxremat.passes.variants.insertion import Rule, Site, StandIns
 from fxremat.passes.variants.saved_values import Inserter
 
 _ATEN = torch.ops.aten
+_SOFTPLUS_IS_X = 20
+"""From there on log(1 + exp(x)) is x in float32, so that both are above a bound or neither is."""
 Rebuild = Callable[..., fx.Node]
 """Given where to add calls, what is there already and values of the forward, rebuilds another."""
 Step = tuple[fx.Node, Rebuild, tuple[fx.Node, ...]]
@@ -161,21 +163,22 @@ def _find_norms(rule: str, want_scaled: bool, joint: JointGraph) -> Iterator[Sit
 # --- activations -------------------------------------------------------------------------
 
 
-def _activation(output: fx.Node) -> tuple[Any, Any, Any]:
-    """x, b and z of ``where(x > b, x, z)``, all in one type of floats; or nothing of it."""
-    if not _calls(output, _ATEN.where.self) or not _calls(output.args[0], _ATEN.gt.Scalar):
-        return None, None, None
-    mask, above, below = output.args
-    x, bound = mask.args  # type: ignore[union-attr]
-    fits = _is_float(x) and _is_same(above, x) and fake(x).dtype == fake(output).dtype  # type: ignore[arg-type]
-    return (x, bound, below) if fits else (None, None, None)
+def _activation(output: fx.Node) -> tuple[Any, float, Any, Any]:
+    """x, a, b and z of ``where(a x > b, x, z)``, all in one type of floats; or nothing of it."""
+    if _calls(output, _ATEN.where.self) and _calls(output.args[0], _ATEN.gt.Scalar):
+        mask, above, below = output.args
+        x, (scaled, bound) = _without_one(above), mask.args  # type: ignore[union-attr]
+        if _is_float(x) and fake(x).dtype == fake(output).dtype and (factor := _factor(scaled, x)):
+            return x, factor, bound, below
+    return None, 0.0, None, None
 
 
 def _leaky(output: fx.Node) -> tuple[fx.Node | None, float]:
     """The input of a leaky ReLU and its slope, if that is above 0; None for all else."""
-    x, bound, below = _activation(output)
+    x, factor, bound, below = _activation(output)
     inner, slope = _scaled(below)
-    return (x, slope) if bound == 0 and inner is x and slope > 0 else (None, 0.0)
+    fits = factor == 1 and bound == 0 and inner is x and slope > 0
+    return (x, slope) if fits else (None, 0.0)
 
 
 def _without_slope(slope: float, add: Add, y: fx.Node) -> fx.Node:
@@ -183,10 +186,18 @@ def _without_slope(slope: float, add: Add, y: fx.Node) -> fx.Node:
     return add(_ATEN.where.self, add(_ATEN.gt.Scalar, y, 0), y, low)
 
 
-def _is_same(node: Any, x: fx.Node) -> bool:
-    if isinstance(node, fx.Node) and node.target is _ATEN.mul.Tensor and node.args[1] == 1:
-        node = node.args[0]
-    return node is x
+def _without_one(node: Any) -> Any:
+    """What is multiplied, where it is by one."""
+    return node.args[0] if _calls(node, _ATEN.mul.Tensor) and node.args[1] == 1 else node
+
+
+def _factor(node: Any, x: Any) -> float:
+    """By which x is multiplied there; 0 where that is something else."""
+    if node is x:
+        return 1.0
+    of_x = _calls(node, _ATEN.mul.Tensor) and node.args[0] is x
+    factor = node.args[1] if of_x else 0.0
+    return float(factor) if isinstance(factor, (int, float)) else 0.0
 
 
 def _calls(node: Any, target: Any) -> bool:
@@ -206,30 +217,46 @@ def _exp_of_elu(scale: float, add: Add, y: fx.Node) -> fx.Node:
     return add(_ATEN.where.self, add(_ATEN.gt.Scalar, y, 0), add(_ATEN.exp.default, y), low)
 
 
+def _exp_of_softplus(factor: float, add: Add, y: fx.Node) -> fx.Node:
+    return add(_ATEN.expm1.default, _times(factor, add, y))
+
+
+def _times(factor: float, add: Add, y: fx.Node) -> fx.Node:
+    return y if factor == 1 else add(_ATEN.mul.Tensor, y, factor)
+
+
+def _compared(target: Any, factor: float, bound: float, add: Add, y: fx.Node) -> fx.Node:
+    return add(target, _times(factor, add, y), bound)
+
+
 def _exponential(output: fx.Node) -> Rebuild | None:
-    """How exp(x) comes from the output of an ELU or a softplus of x; None for all else."""
-    x, bound, below = _activation(output)
-    if bound == 20 and _calls(below, _ATEN.log1p.default):
-        inner = below.args[0]
+    """How exp(a x) comes from the output of an ELU or a softplus of x; None for all else."""
+    x, factor, bound, below = _activation(output)
+    if x is None:
+        return None
+    divided = _calls(below, _ATEN.div.Tensor) and below.args[1] == factor
+    inside = below.args[0] if divided else below
+    if bound >= _SOFTPLUS_IS_X and (divided or factor == 1) and _calls(inside, _ATEN.log1p.default):
+        inner = inside.args[0]
         exact = fake(output).dtype == torch.float32 and _calls(inner, _ATEN.exp.default)
-        is_softplus = exact and _is_same(inner.args[0], x)
-        return (lambda add, y: add(_ATEN.expm1.default, y)) if is_softplus else None
+        is_softplus = exact and _factor(inner.args[0], x) == factor > 0
+        return partial(_exp_of_softplus, factor) if is_softplus else None
     inner, scale = _scaled(below)
-    is_elu = bound == 0 and scale > 0 and _calls(inner, _ATEN.expm1.default)
-    return partial(_exp_of_elu, scale) if is_elu and _is_same(inner.args[0], x) else None
+    is_elu = factor == 1 and bound == 0 and scale > 0 and _calls(inner, _ATEN.expm1.default)
+    return partial(_exp_of_elu, scale) if is_elu and _factor(inner.args[0], x) == 1 else None
 
 
 def _rebuilt(joint: JointGraph, output: fx.Node) -> list[Step]:
     """What the backward reads of an activation's input that its output gives as well."""
-    x, bound, _ = _activation(output)
+    x, factor, bound, _ = _activation(output)
     exponential = _exponential(output)
     if exponential is None and _leaky(output)[0] is None:
         return []
     found: list[Step] = []
-    for same in (x, *(u for u in x.users if _is_same(u, x))):
+    for same in (u for u in (x, *x.users) if _factor(u, x) == factor):
         for node in same.users:
             if node.target in (_ATEN.gt.Scalar, _ATEN.le.Scalar) and node.args[1] == bound:
-                found.append((node, partial(_apply, node.target, other=bound), ()))
+                found.append((node, partial(_compared, node.target, factor, bound), ()))
             elif node.target is _ATEN.exp.default and exponential is not None:
                 found.append((node, exponential, ()))
     return [step for step in found if _late_readers(joint, step[0])]
