@@ -133,10 +133,11 @@ def quickest(
 
 def _looked_at(call: Callable[[], object], device: torch.device) -> tuple[list[float], float]:
     """Seconds of runs, and for which part of them our threads waited for a core."""
-    before, runs = _waiting_s(device), list[float]()
-    while sum(runs) * _calls_of(device) < LOOK_S:
+    before, runs, took = _waiting_s(device), list[float](), 0.0
+    while took * _calls_of(device) < LOOK_S:
         runs.append(_seconds(call, device))
-    return runs, (_waiting_s(device) - before) / sum(runs)
+        took += runs[-1]
+    return runs, (_waiting_s(device) - before) / took
 
 
 _UNSURE: defaultdict[Path, dict[str, float | None]] = defaultdict(dict)

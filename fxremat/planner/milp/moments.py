@@ -50,7 +50,8 @@ def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) ->
         )
     front = greedy.quick_front(problem, budget_bytes, options)
     if front.best(budget_bytes) is None:
-        return improved(greedy.whole_front(problem, options), budget_bytes, options, deadline)
+        known = replace(greedy.whole_front(problem, options), seconds=0.0)  # the deadline has them
+        return improved(known, budget_bytes, options, deadline)
     return _refined(front, None, budget_bytes, options, deadline)
 
 
