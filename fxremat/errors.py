@@ -54,21 +54,21 @@ def nearest(name: str, choices: Iterable[str]) -> str | None:
 def output_advice(what: str, nbytes: int) -> str:
     """What to do about an output that takes much of the peak, with its gradient."""
     return (
-        f"Much of it is an output: {what} takes {format_bytes(nbytes)}, with its gradient if there "
-        "is one. If only the loss is used in training, call fxremat.loss_only(model) before the "
-        "model first runs; if the loss is computed from that output, compile the loss with the "
+        f"Much of the peak is an output: {what} takes {format_bytes(nbytes)}, with its gradient if "
+        "there is one. If only the loss is used in training, call fxremat.loss_only(model) before "
+        "the model first runs; if the loss is computed from that output, compile the loss with the "
         "model."
     )
 
 
 class InfeasibleBudget(FxrematError):
-    """No schedule was found that stays within the budget.
+    """No plan was found that stays within the budget.
 
-    ``minimum_bytes`` is the smallest peak of any schedule that was found, None if there is none.
-    ``contributors`` are the largest things live at that peak: what and where (module and source
-    line), and bytes; largest first. ``fragmentation_bytes`` of the smallest peak are reserved by
+    ``minimum_bytes`` is the smallest peak of all plans that were found, None if there is none.
+    ``contributors`` are the largest values at that peak, largest first: what each is and where
+    (module and source line), and its bytes. ``fragmentation_bytes`` of that peak are reserved by
     torch's allocator without being used. ``returned`` is an output that takes much of the peak with
-    its gradient: what it is, and the bytes of both. A graph that ``only_runs`` takes no gradients.
+    its gradient: what it is, and the bytes of both. ``only_runs``: the graph takes no gradients.
     """
 
     budget_bytes: int
@@ -169,11 +169,11 @@ class HostMemoryExceeded(FxrematError):
 class PromiseBroken(_Record, UserWarning):
     """More forwards are in flight than were planned for, so the budget will be exceeded.
 
-    A forward is in flight until its backward has run. There are ``in_flight`` of them, the last one
-    that of ``graph``; the others hold ``held_bytes`` that they have saved. With these the last one
-    needs ``expected_bytes``, more than ``budget_bytes``. It has been planned again for
-    ``planned_for`` forwards in flight, unless that is None. From the next step on the others leave
-    ``left_bytes`` more to it, unless that is None.
+    A forward is in flight until its backward has run. There are ``in_flight`` of them. The last is
+    that of ``graph``; the others have saved ``held_bytes``. Together they need ``expected_bytes``,
+    more than ``budget_bytes``. If ``planned_for`` is not None, ``graph`` has been planned again for
+    that many forwards in flight. If ``left_bytes`` is not None, the others leave so much more to
+    ``graph`` from the next step on.
     """
 
     graph: str
@@ -220,8 +220,8 @@ class BudgetExceeded(_Record, UserWarning):
     """A step took more memory than the budget, because of memory that no plan knows of.
 
     The step took ``taken_bytes`` at its peak, and the budget is ``budget_bytes``. About
-    ``outside_bytes`` of them lie outside of ``graph``; ``counted_bytes`` had been set aside there.
-    If it is planned ``again``, what it took too much is set aside from the next step on.
+    ``outside_bytes`` were taken outside of ``graph``, for which ``counted_bytes`` had been set
+    aside. If ``again`` is True, the next step is planned again, with the excess set aside.
     """
 
     graph: str
@@ -232,27 +232,27 @@ class BudgetExceeded(_Record, UserWarning):
     again: bool = False
 
     def __str__(self) -> str:
-        advice = "It is planned again before the next step, and remembered for the next run."
+        advice = "The next step is planned for this, and so is the next run of this program."
         if not self.again:
             reserve = round_up_bytes(self.outside_bytes - self.counted_bytes)
             advice = (
                 "What to do: call fxremat.prepare before the first step, so that it sees the whole "
-                "step; or compile the loss with the model; or hold more back than now, by "
-                f"reserve={reserve!r}."
+                "step; or compile the loss with the model; or raise the option reserve by "
+                f"{reserve!r}."
             )
         over = self.taken_bytes - self.budget_bytes
         return (
             f"a step took {_exact(self.taken_bytes)}, {format_bytes(over)} more than the memory "
             f"budget of {_exact(self.budget_bytes)}: code outside of {self.graph}, or tensors kept "
             f"by hooks, take about {format_bytes(self.outside_bytes)}, but "
-            f"{format_bytes(self.counted_bytes)} had been set aside for them.\n{advice}"
+            f"only {format_bytes(self.counted_bytes)} had been set aside for them.\n{advice}"
         )
 
 
 class LeftOut(_Record, UserWarning):
-    """Something of fxremat failed: ``what``, for a ``reason``. The run goes on without it.
+    """A part of fxremat failed. The run goes on without it.
 
-    ``file`` has what a report of this bug needs.
+    ``what`` is the part, and ``reason`` the failure. ``file`` has what a bug report needs.
     """
 
     what: str
@@ -261,7 +261,7 @@ class LeftOut(_Record, UserWarning):
 
     def __str__(self) -> str:
         return (
-            f"{self.what} is left out from now on, since it failed: {self.reason}\n"
+            f"{self.what} is left out from now on, because it failed: {self.reason}\n"
             "The run goes on without it, and the budget holds. This is a bug in fxremat; please "
             f"report it with the file {self.file}"
         )
@@ -285,8 +285,8 @@ class VerificationFailed(FxrematError):
 class GraphsDiffer(FxrematError):
     """Ranks that run a graph together compile different graphs, or have different plans.
 
-    ``others`` are the ranks whose ``what``, graph or plan, is not that of rank ``first``; ``about``
-    describes the graph or plan of each rank.
+    ``what`` says which of the two it is. ``others`` are the ranks whose graph or plan is not that
+    of rank ``first``; ``about`` describes that of each rank.
     """
 
     first: int
@@ -299,8 +299,8 @@ class GraphsDiffer(FxrematError):
         about = "; ".join(f"rank {one}: {said}" for one, said in self.about.items())
         rank, compiles = ("ranks", "compile") if several else ("rank", "compiles")
         return (
-            f"{rank} {names} {compiles} another {self.what} than rank {self.first}, although its "
-            f"collectives make all of them run it together ({about})\nWhat to do: {self._advice()}"
+            f"{rank} {names} {compiles} a different {self.what} than rank {self.first}, although "
+            f"its collectives need the same on all ranks ({about})\nWhat to do: {self._advice()}"
         )
 
     def _advice(self) -> str:
@@ -318,8 +318,8 @@ class GraphsDiffer(FxrematError):
 class RankMissing(FxrematError):
     """Something that another rank of the job had to send did not arrive within ``seconds``.
 
-    ``what`` is a noun for it; ``rank`` is None where that is not known; ``why`` is None where
-    nothing was heard of that rank.
+    ``what`` says what it is. ``rank`` is the other rank, None if that is not known. ``why`` is what
+    that rank reported, None if it reported nothing.
     """
 
     what: str
@@ -335,7 +335,7 @@ class RankMissing(FxrematError):
             more = " If planning takes longer than that, raise the option rank_timeout."
         return (
             f"no {self.what} came from {whose}{within}\nWhat to do: see the logs of the other "
-            f"ranks; one of them may have failed, or waits elsewhere.{more}"
+            f"ranks; one of them may have failed, or may wait elsewhere.{more}"
         )
 
 
@@ -350,7 +350,7 @@ class NotTraceable(FxrematError):
 
 
 class UnknownDevice(FxrematError, ValueError):
-    """There is no card of this name; ``known`` are all names, ``near`` is the most similar."""
+    """fxremat knows no GPU of this name; ``known`` are those it knows, ``near`` is the nearest."""
 
     name: str
     known: tuple[str, ...]
@@ -368,8 +368,8 @@ class UnsupportedDevice(FxrematError, NotImplementedError):
 
     def __str__(self) -> str:
         return (
-            f"a memory budget was asked for, and the model is on {self.device!r}: fxremat counts "
-            "the memory of CUDA devices and of the CPU alone\n"
+            f"a memory budget was asked for, but the model is on {self.device!r}: fxremat counts "
+            "memory on CUDA devices and on the CPU only\n"
             "What to do: compile it there without backend='fxremat'; FXREMAT_DISABLE=1 does so "
             "without a change of the code"
         )
@@ -380,13 +380,13 @@ class NeedsTriton(FxrematError, ImportError):
 
     def __str__(self) -> str:
         return (
-            "planning for a GPU that is not here needs the triton package, which writes its code\n"
+            "planning for a GPU that is not here needs the triton package, to generate its code\n"
             "What to do: pip install 'fxremat[absent]'"
         )
 
 
 class CannotVary(FxrematError, ValueError):
-    """A size of the inputs was asked to vary and cannot; ``why`` says the reason."""
+    """A size of the inputs was asked to vary, but cannot; ``why`` is the reason."""
 
     what: str
     why: str

@@ -79,7 +79,7 @@ NOTHING_SEEN = (
 
 WHAT_TO_DO = {
     "RNN": "set torch._dynamo.config.allow_rnn = True",
-    "logging": "add what logs to torch._dynamo.config.ignore_logging_functions "
+    "logging": "add the function that logs to torch._dynamo.config.ignore_logging_functions "
     "(fxremat.integrations.transformers.keep_whole() does so for Hugging Face's models)",
     "Data-dependent branching": "for models of Hugging Face whose layerdrop is 0, call "
     "fxremat.integrations.transformers.keep_whole(model)",
@@ -88,10 +88,10 @@ WHAT_TO_DO = {
 
 
 def _of_given_up(frames: list[GivenUp], training_graphs: int) -> str:
-    effect = "outside of it" if training_graphs else "which has no effect so far"
+    effect = "but some code is outside of it" if training_graphs else "which has no effect so far"
     told = [
-        f"fxremat: a memory budget was asked for, {effect}: Dynamo gave up on what follows, and "
-        "runs it as it is; what it calls may still be compiled.",
+        f"fxremat: a memory budget was asked for, {effect}: Dynamo gave up on these functions and "
+        "runs them uncompiled; what they call may still be compiled.",
         *(f"  {each.where}: {each.reason}" for each in frames[:REASONS_SHOWN]),
     ]
     if len(frames) > REASONS_SHOWN:

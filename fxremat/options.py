@@ -58,23 +58,23 @@ class Options:
         None,
         values.read_budget,
         "bytes: int, '8GiB', '8GB', '80%' (of the device), or None",
-        "Most bytes on the device at any moment of forward and backward.",
+        "Most bytes on the device at any moment of a training step.",
         unset="CUDA: nearly all that is free when compiling; elsewhere: no limit",
     )
     reserve: int | None = _option(
         None,
         values.read_reserve,
         "bytes, as memory_budget; may be 0",
-        "Bytes of the budget that your code will hold beside all that is counted without it: the "
-        "graph, what optimizers hold, and on CUDA what is allocated already, and what cuBLAS and "
-        "kernel tuning take.",
+        "Bytes of the budget to set aside for what fxremat does not count by itself. It counts the "
+        "graph, what optimizers hold, and on CUDA also what is allocated already and what cuBLAS "
+        "and kernel tuning take.",
         unset="0",
     )
     optimizer: OptimizerLike | None = _option(  # noqa: RUF009 (a reference is never changed)
         None,
         values.read_optimizer,
         "an optimizer, its class, a name such as 'adamw', or 'none'",
-        "What steps for the parameters: its states, and what a step makes beside, count.",
+        "The optimizer of the parameters: its states and the temporary tensors of its step count.",
         unset="the optimizers that have parameters of the model when it is compiled",
     )
     count: str | None = _option(
@@ -82,39 +82,39 @@ class Options:
         values.read_count,
         "'reserved' or 'allocated'",
         "Which bytes the budget limits: 'reserved' is all that torch's allocator takes from the "
-        "device, with freed memory that it keeps, 'allocated' what tensors take. On the CPU both "
-        "are the same.",
+        "device, including freed memory that it keeps; 'allocated' is what tensors take. On the "
+        "CPU only 'allocated' is possible.",
         unset="CUDA: 'reserved'; elsewhere: 'allocated'",
     )
     enforce: bool = _option(
         False,
         values.read_enforce,
         "bool",
-        "On CUDA: hold torch's allocator to the budget as long as a graph of it lives, whoever "
-        "asks for more. The error that comes of it says what the plan holds.",
+        "On CUDA: limit torch's allocator to the budget, for all code of the process, as long as a "
+        "graph compiled for it lives. An out-of-memory error then says what the plan holds.",
     )
     inference: bool = _option(
         False,
         values.read_bool,
         "bool",
-        "Hold graphs that take no gradients, as in evaluation and generation, to the budget, too: "
+        "Apply the budget also to graphs that take no gradients, as in evaluation and generation: "
         "one that would take more raises InfeasibleBudget before it runs.",
     )
     arena: bool | None = _option(
         None,
         values.optional(values.read_bool),
         "bool",
-        "Give buffers of compiled graphs addresses that are decided with the plan, in one block of "
-        "memory.",
+        "Place the buffers of compiled graphs in one block of memory, at addresses that are "
+        "decided with the plan.",
         unset="CUDA: True; elsewhere: False",
     )
     instances: int | None = _option(
         None,
         values.read_number_of_runs,
         "int or None",
-        "The most forwards of one compiled part whose backward has not run yet, as with blocks "
-        "that are compiled one by one, or with micro-batches.",
-        unset="the number of such modules that are compiled in the model",
+        "How many forwards of one compiled part wait for their backward at the same time at most, "
+        "as with equal blocks that are compiled one by one, or with micro-batches.",
+        unset="the number of modules of this kind that are compiled in the model",
     )
     rank_timeout: float = _option(
         300.0,
@@ -141,13 +141,13 @@ class Options:
         "seconds or None",
         "Stop solving after this time. A plan cut short by time may differ from run to run; it is "
         "cached on disk, so that the same graph gets it again.",
-        unset="'auto': 0.33 s times the root of the ops; other solvers: limits of their own",
+        unset="'auto': 0.33 s times the square root of the op count; other solvers: their own limits",
     )
     offload: bool = _option(
         False,
         values.read_bool,
         "bool",
-        "Move saved activations to host memory and back where that is faster than to recompute.",
+        "Move saved activations to host memory and back where that is faster than recomputing.",
     )
     host_memory_budget: int | None = _option(
         None,
@@ -160,7 +160,7 @@ class Options:
         None,
         values.read_bandwidth,
         "bytes per second: int, '25GB', or None",
-        "Bandwidth of a copy to host memory, or from there, while another copy runs.",
+        "Bandwidth of copies to and from host memory, of each while the other direction is busy.",
         unset="from the name of the device; with op_times='measured', measured here",
     )
     link_bandwidth: int | None = _option(
@@ -175,34 +175,34 @@ class Options:
         values.read_variants,
         "'all', 'none', or names",
         "Operator variants to choose from; `python -m fxremat variants` lists them.",
-        unset="those that pay",
+        unset="those without a star in docs/variants.md",
     )
     allow_lossy: bool = _option(
         False,
         values.read_bool,
         "bool",
-        "Allow variants that store values inexactly. Gradients are then near, not exact.",
+        "Allow variants that store values inexactly. Gradients are then approximate.",
     )
     repeatable: tuple[str, ...] = _option(
         (),
         values.read_ops,
         "names of ops, as 'library::op'",
-        "Custom ops that may run again in the backward. Without it those that declare no writes "
-        "and no random numbers are run twice on made-up data, and may run again where both agree.",
+        "Custom ops that may run again in the backward. Others are tried: one that declares no "
+        "writes and no random numbers runs twice on made-up data, and may run again if both agree.",
     )
     disable_passes: tuple[str, ...] = _option(
         (),
         values.read_passes,
         "names, of 'recompute', 'sums', 'inplace'",
-        "Passes to leave out, to see what each is worth: recomputing, adding gradients up where "
-        "they are computed, writing results over inputs that are not read again.",
+        "Passes to leave out, to see what each gains: recomputing, adding gradients up where they "
+        "are computed, overwriting inputs that are not read again.",
     )
     op_times: str = _option(
         "auto",
         lambda given: values.read_choice(given, OP_TIMES),
         "'auto', 'roofline' or 'measured'",
-        "Where the time of an op comes from: measured once on this device, or computed from its "
-        "shapes; 'auto' measures, but not where torch.distributed has several ranks.",
+        "Where the times of ops come from: 'measured' once on this device, or computed from their "
+        "shapes ('roofline'). 'auto' measures, unless torch.distributed has several ranks.",
     )
     verify: bool = _option(
         True,
@@ -214,7 +214,7 @@ class Options:
         None,
         values.read_path,
         "path or None",
-        "Folder for files about each graph, also where a budget is refused: problem, plan, report, "
+        "Folder for files about each graph, even if the budget is refused: problem, plan, report, "
         "a page that shows the step, and files for viewers.",
         unset="no report",
     )
@@ -268,7 +268,7 @@ def _checked_together(options: Options) -> Options:
         expected = f"less than memory_budget, {format_bytes(budget)}"
         raise InvalidOption("reserve", reserve, expected)
     if options.count == "reserved" and options.executor == "aot_eager":
-        expected = "'allocated' with executor='aot_eager': no dry run counts what these reserve"
+        expected = "'allocated' with executor='aot_eager': no dry run counts its reserved bytes"
         raise InvalidOption("count", options.count, expected)
     return options
 

@@ -157,7 +157,7 @@ def test_unknown_option() -> None:
     ("read", "given", "words"),
     [
         (parse, {"memory_budget": "8GiB", "reserve": "8GiB"}, "less than memory_budget"),
-        (parse, {"count": "reserved", "executor": "aot_eager"}, "no dry run counts what these"),
+        (parse, {"count": "reserved", "executor": "aot_eager"}, "no dry run counts its reserved"),
         (on_cpu, {"count": "reserved"}, "'allocated' on the CPU: no allocator there keeps"),
         (on_cpu, {"enforce": True}, "False on the CPU: no allocator there can be held"),
     ],

@@ -142,10 +142,10 @@ def test_ranks_that_compile_different_graphs_say_so(tmp_path: Path) -> None:
     assert [each["together"] for each in found] == [[0, 1], [0, 1]]
     assert [each["budgets"][0] for each in found] == [999 * MIB, 999 * MIB]
     for each in (first, second):
-        assert each.pop(0).startswith("rank 1 compiles another plan than rank 0")
+        assert each.pop(0).startswith("rank 1 compiles a different plan than rank 0")
     assert first[0] == second[0] == ""
     for each in (first, second):
-        assert each[1].startswith("GraphsDiffer: rank 1 compiles another graph than rank 0")
+        assert each[1].startswith("GraphsDiffer: rank 1 compiles a different graph than rank 0")
     assert first[2].startswith(
         "RankMissing: no word of the graph that ranks compile together came from rank 1"
     )

@@ -57,7 +57,7 @@ def report_key(gm: fx.GraphModule, inputs: Sequence[Any], partitioner: Partition
     return session.digest(gm.code, sizes, gradients, partitioner.uuid(), torch.__version__)
 
 
-NO_POOLS = "they keep memory of their own, which no plan counts; give no memory_budget to have them"
+NO_POOLS = "they keep memory of their own, which no plan counts; set no memory_budget to use them"
 
 
 def patches_for(

@@ -111,6 +111,6 @@ def _equal(one: Any, other: Any) -> bool:
 @cache
 def _tell_once(name: str) -> None:
     log.warning(
-        "%s runs once, as it could not be tried whether it gives the same again. If it does, "
-        "options={'repeatable': ['%s']} may lower the least", name, name,
+        "%s runs once, because it could not be tried whether a second run gives the same. If it "
+        "does, options={'repeatable': ['%s']} may lower the least budget", name, name,
     )  # fmt: skip

@@ -57,7 +57,7 @@ class MachineIsBusy(FxrematError):
     is_no_fault = True
 
     def __str__(self) -> str:
-        return "other programs take the processor's cores, so that ops cannot be timed"
+        return "other programs use the CPU's cores, so ops cannot be timed"
 
 
 class Timing(NamedTuple):

@@ -380,15 +380,15 @@ class Arena:
         """So many buffers are allocated as ever, for others hold what lies there."""
         if count and not self.conflicts:
             log.warning(
-                "values that a plan takes for dead are held: buffers that would have their memory "
-                "are allocated beside them"
+                "values that a plan takes for freed are still held: the buffers planned in their "
+                "place are allocated elsewhere"
             )
         self.conflicts += count
 
     def note_difference(self) -> None:
         """A buffer is allocated as ever, for it is not the one that was planned."""
         if not self.differences:
-            log.warning("a graph asks for other buffers than were planned: they lie elsewhere")
+            log.warning("a graph asks for other buffers than planned: they are allocated elsewhere")
         self.differences += 1
 
     # -- the block --------------------------------------------------------------------------------

@@ -361,8 +361,8 @@ def _guessed(optimizer: Optimizer, weights: Sequence[torch.Tensor], error: NotTr
     if "8bit" in type(optimizer).__name__.lower():
         return held_by("adamw-8bit", [local_part(one) for one in weights])
     log.warning(
-        "%s\nIts states count only as far as they are there. What to do: name one that holds as "
-        "much (optimizer='adamw'), or hold memory back for it (reserve).",
+        "%s\nIts states count only as far as they exist. What to do: name an optimizer that holds "
+        "as much (optimizer='adamw'), or set memory aside for it (reserve).",
         error,
     )
     return Held(_states_there(optimizer, weights[0].device) if weights else 0)

@@ -230,7 +230,7 @@ def _tell(reason: str, gradient: torch.Tensor) -> None:
         log.warning(
             "the gradient of a parameter of size %s is added to its .grad after the backward, as "
             "without accumulate_in_backward: %s; until then its bytes come on top of what was "
-            "planned, as do those of others of which this holds",
+            "planned. Other gradients to which this happens are not reported",
             tuple(gradient.size()),
             reason,
         )

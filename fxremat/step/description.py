@@ -366,8 +366,8 @@ class LeastVersions:
         """What is said where they are of one graph, and graphs follow that are not known yet."""
         needed, limit = format_bytes(self.budget_bytes), format_bytes(limit_bytes)
         return (
-            f"fxremat: one graph of the step needs {needed} of a budget of {limit}. It runs until "
-            "all graphs are known: then the least budget for all of them is named."
+            f"fxremat: one graph of the step needs {needed}, and the budget is {limit}. Training "
+            "goes on until all graphs are known; then an error names the least budget for them."
         )
 
 

@@ -71,14 +71,14 @@ log = logging.getLogger(__name__)
 
 
 SENT = (
-    "fxremat: a gradient came for a result that is returned beside a loss, which was not expected: "
-    "this step runs the graph again, in more memory. From the next one on it is planned for."
+    "fxremat: a gradient came for a result that is returned beside a loss, which was not expected. "
+    "This step runs the graph again, in more memory. Later steps are planned for such a gradient."
 )
 
 
 BUSY = (
-    "fxremat: %s: this graph is planned by the figures of a usual device. A later process times "
-    "them, if fewer programs run; op_times='roofline' says that this is wanted."
+    "fxremat: %s; this graph is planned with times computed for a typical device. A later process "
+    "measures them, if fewer programs run. To plan with computed times, set op_times='roofline'."
 )
 T = TypeVar("T")
 

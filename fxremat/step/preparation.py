@@ -79,8 +79,8 @@ def prepare(
 
 
 _SHARED = (
-    "{} is a part of a tensor that ranks share, as in tensor parallel, and prepare cannot look at "
-    "that; compile the blocks by fxremat without it: what they hold is counted then, too"
+    "{} is sharded over ranks, as in tensor parallelism, which prepare does not support; compile "
+    "the blocks with fxremat and without prepare: what they hold is counted then, too"
 )
 
 

@@ -283,7 +283,7 @@ class GraphInStep:
             if least > refused.budget_bytes:
                 raise InfeasibleBudget(refused.budget_bytes, named, *refused.args[2:]) from None
             missing = refused.minimum_bytes - refused.budget_bytes
-            log.warning("%s too much in this step: the next is planned anew", format_bytes(missing))
+            log.warning("a step takes %s too much: the next is planned anew", format_bytes(missing))
             forget_frames(refused)
             request = request.with_budget(held=request.budget.held - missing, optimizer_step=0)
             version = self.graph.compile(request)

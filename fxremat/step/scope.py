@@ -346,7 +346,7 @@ class BudgetScope:
         again = any(one.takes_time for one in graphs)
         if left <= MUCH_UNUSED * watch.budget_bytes or not again or is_a_rank():
             return
-        log.info("the loop leaves %s of what was promised: planned again", format_bytes(left))
+        log.info("the loop reserves %s less than planned: planned again", format_bytes(left))
         self._set_all_aside(0, -left)
         watch.look_again()
 
