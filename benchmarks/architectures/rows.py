@@ -82,16 +82,19 @@ def page(machine: dict[str, Any], rows: Sequence[Row], of_all: int) -> str:
     lines = [
         "# Architectures",
         "",
-        "Small configurations of architectures as their users train them, with random weights and",
-        "AdamW, on the CPU. Made by `python -m benchmarks.architectures --json OUT`, and written",
-        f"here by `--page OUT`. torch {machine['torch']}, {machine['threads']} threads,",
-        f"{machine['date'][:10]}. Bytes are MiB at the measured peak of all iterations but the",
-        "first. The budget is 60 % of what plain torch.compile takes; *least* is what fxremat",
-        "names when it is asked for 1 MiB, and what it takes when that is asked for;",
-        "*checkpointed* has each repeated block under `torch.utils.checkpoint`. *Gradients* is the",
-        "largest relative difference from plain compile's. *First step* and *step* are seconds",
-        "relative to plain compile's: until steps are steady, and after that; the machine was",
-        "not quiet, so that these two are rough, and left out where it was busy.",
+        "Small configurations of architectures as their users train them, with random weights",
+        "and AdamW, on the CPU. Made by `python -m benchmarks.architectures --json OUT`, and",
+        f"written here by `--page OUT`. torch {machine['torch']}, {machine['threads']} threads,",
+        f"{machine['date'][:10]}. Sizes are MiB at the measured",
+        "peak of all iterations but the first. *Plain* is plain `torch.compile`; *checkpointed*",
+        "has each repeated block under `torch.utils.checkpoint`. The *budget* is 60 % of",
+        "*plain*, and *taken* the peak within it. *Least* is the budget that the error for",
+        "1 MiB names, and the second *taken* the peak within that; a smaller budget may still",
+        "be met. A row is *ok* if both budgets were met, and *refused* if an error refused the",
+        "first. *Gradients* is the largest relative difference from plain's. *First step* is",
+        "the time until steps are steady, and *step* that of a steady step, both relative to",
+        "plain. Other programs ran beside these, so both are rough, and left out where the",
+        "machine was too busy.",
         "",
         f"**{summary(rows)}.** {len(rows)} of {of_all} architectures are measured, at {commits}.",
         "",
@@ -101,5 +104,5 @@ def page(machine: dict[str, Any], rows: Sequence[Row], of_all: int) -> str:
     lines += ["| " + " | ".join(row.cells()) + " |" for row in rows]
     remarks = [f"* **{row.name}**: {line}" for row in rows for line in row.remarks()]
     if remarks:
-        lines += ["", "## What was said", "", *remarks]
+        lines += ["", "## Warnings and remarks", "", *remarks]
     return "\n".join(lines) + "\n"
