@@ -141,7 +141,7 @@ class Options:
         "seconds or None",
         "Stop solving after this time. A plan cut short by time may differ from run to run; it is "
         "cached on disk, so that the same graph gets it again.",
-        unset="'auto': 0.33 s times the square root of the op count; other solvers: their own limits",
+        unset="'auto': 0.33 s times the square root of the op count; other solvers: own limits",
     )
     offload: bool = _option(
         False,

@@ -1,4 +1,4 @@
-"""What the examples share: what is asked on the command line, and a loop that says what it took."""
+"""Shared by the examples: command-line arguments, and a training loop that prints its peak."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Batch = tuple[Tensor, ...]
 
 
 def arguments(about: str, *names: str, **sizes: int) -> argparse.Namespace:
-    """``--budget``, ``--device``, ``--steps``, and of the example ``names`` and sizes."""
+    """``--budget``, ``--device``, ``--steps``, and the ``names`` and ``sizes`` of the example."""
     parser = argparse.ArgumentParser(description=about)
     parser.add_argument("--budget", help="bytes such as 8GiB; without it, plain torch.compile")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -34,7 +34,7 @@ def train(
     device: str = "cpu",
     say: Callable[[str], None] = print,
 ) -> list[float]:
-    """Train ``model``, which gives its loss, with AdamW; the loss of each step.
+    """Train ``model``, which returns its loss, with AdamW; returns the loss of each step.
 
     The last step is measured: it says the peak of everything that training holds.
     """

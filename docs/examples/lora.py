@@ -1,4 +1,4 @@
-"""LoRA of a Llama with PEFT: its frozen weights have no gradients, and saved values take the rest.
+"""LoRA on a Llama with PEFT: frozen weights have no gradients; saved values take the other memory.
 
     python docs/examples/lora.py --budget 16MiB
     python docs/examples/lora.py --width 4096 --layers 32 --length 2048 --batch 8 --device cuda \
@@ -17,7 +17,7 @@ WORDS = 1024
 
 
 class Adapted(nn.Module):
-    """Its loss, of tokens (batch, length)."""
+    """A Llama with LoRA that returns its loss, for tokens (batch, length)."""
 
     def __init__(self, width: int, layers: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A vision transformer of Hugging Face, trained on images in a loop of one's own.
+"""A vision transformer of Hugging Face, trained on images in a plain PyTorch loop.
 
     python docs/examples/vit.py --budget 24MiB
     python docs/examples/vit.py --width 1024 --layers 24 --size 224 --batch 256 --device cuda \
@@ -14,7 +14,7 @@ from transformers import ViTConfig, ViTForImageClassification
 
 
 class Classifier(nn.Module):
-    """Its loss, of images (batch, 3, size, size) and their classes."""
+    """A ViT that returns its loss, for images (batch, 3, size, size) and their classes."""
 
     def __init__(self, size: int, width: int, layers: int) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Classifier(nn.Module):
 
 
 def stripes(count: int, size: int) -> Batch:
-    """Noisy images with more or fewer stripes, and how many."""
+    """Noisy images with stripes, and how many stripes each has."""
     classes = torch.randint(0, 10, (count,))
     across = torch.linspace(0, 6.28, size) * (1 + classes[:, None])
     images = across.sin()[:, None, None, :].expand(count, 3, size, size)

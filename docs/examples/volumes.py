@@ -29,7 +29,7 @@ def twice(wide_in: int, wide_out: int) -> nn.Sequential:
 
 
 class Segmenter(nn.Module):
-    """Its loss, of volumes (batch, 1, size, size, size) and a class for each of their places."""
+    """A U-Net that returns its loss, for volumes (batch, 1, size, size, size) and voxel classes."""
 
     def __init__(self, width: int = 8, levels: int = 4) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Segmenter(nn.Module):
 
 
 def balls(count: int, size: int) -> Batch:
-    """Volumes with noise and a ball in each, and what is where: nothing, its rim, the ball."""
+    """Noisy volumes with a ball in each, and each voxel's class: nothing, the rim, the ball."""
     axis = torch.linspace(-1, 1, size)
     x, y, z = torch.meshgrid(axis, axis, axis, indexing="ij")
     middle = torch.rand(count, 3, 1, 1, 1) - 0.5

@@ -41,7 +41,7 @@ class Spectral(nn.Module):
 
 
 class Operator(nn.Module):
-    """Its loss, of a field (batch, tracers, latitudes, longitudes) and the next state of it."""
+    """Returns the loss, for a field (batch, tracers, latitudes, longitudes) and its next state."""
 
     def __init__(self, width: int = 24, modes: int = 8, layers: int = 4) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Operator(nn.Module):
 
 
 def carried(count: int, lat: int, lon: int) -> Batch:
-    """Smooth fields, and the same after a wind has blown that is strongest at the equator."""
+    """Smooth fields, and the same fields after a wind that is strongest at the equator."""
     coarse = torch.randn(count, TRACERS, lat // 8, lon // 8)
     field = F.interpolate(coarse, (lat, lon), mode="bicubic")
     wind = (3 * torch.cos(torch.linspace(-1.5, 1.5, lat))).round().long()

@@ -1,4 +1,4 @@
-"""A loop of one's own with accelerate: compile in place, then `prepare`.
+"""A loop with accelerate: compile in place, then `prepare`.
 
 python docs/trainers/accelerate_loop.py 100MiB
 """

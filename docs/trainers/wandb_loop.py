@@ -1,4 +1,4 @@
-"""A loop of one's own whose charts in W&B show what was planned beside the loss.
+"""A training loop whose charts in W&B show the planned figures beside the loss.
 
 WANDB_MODE=offline python docs/trainers/wandb_loop.py 100MiB
 """

@@ -144,7 +144,7 @@ def add_time_limit(parser: argparse.ArgumentParser) -> None:
         "--time-limit",
         metavar="SECONDS",
         type=read_seconds,
-        help="then return the best plan found; by default solvers limit their work, not their time",
+        help="return the best plan found by then; by default solvers limit work, not time",
     )
 
 

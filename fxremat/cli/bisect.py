@@ -58,7 +58,7 @@ class Outcome:
 def add(commands: Commands) -> None:
     """Describe the command to the parser."""
     parser = commands.add_parser(
-        "bisect", help="run a script with one part left out after the other, and name what differs"
+        "bisect", help="run a script without one part at a time, and name what makes a difference"
     )
     parser.add_argument(
         "--measure",

@@ -43,8 +43,8 @@ def add(commands: Commands) -> None:
         metavar="NAME[=INPUT:DIMENSION,...]",
         action="append",
         type=read_vary,
-        help="a size, and the dimensions of the inputs that have it: batch=0:0,1:0; of a config "
-        "batch, as by default, or length",
+        help="a size, and the dimensions of the inputs that have it: batch=0:0,1:0; for a config: "
+        "batch, which is the default, or length",
     )
     parser.add_argument(
         "--whole",
