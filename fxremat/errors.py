@@ -237,8 +237,8 @@ class BudgetExceeded(_Record, UserWarning):
             reserve = round_up_bytes(self.outside_bytes - self.counted_bytes)
             advice = (
                 "What to do: call fxremat.prepare before the first step, so that it sees the whole "
-                "step; or compile the loss with the model; or raise the option reserve by "
-                f"{reserve!r}."
+                "step; or compile the loss with the model; or raise the option, by "
+                f"reserve={reserve!r}."
             )
         over = self.taken_bytes - self.budget_bytes
         return (

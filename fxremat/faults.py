@@ -141,6 +141,6 @@ def _tell(what: str, fault: Exception, asked: Request, about: Callable[[], str])
     path = Path(cache_directory()) / "fxremat" / "faults" / f"{name}.txt"
     write_whole(path, text)
     warning = LeftOut(what, f"{type(fault).__name__}: {fault}".split("\n")[0], str(path))
-    log.warning("%s", warning)
+    log.info("%s", warning)
     forget_frames(fault)
     warnings.warn(warning, stacklevel=3)

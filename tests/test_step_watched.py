@@ -76,7 +76,7 @@ def test_a_loss_outside_is_planned_for_once_it_was_seen() -> None:
     assert case.said(3) == []  # in two of them something is compiled
     (found,) = case.said(1)
     assert found.again
-    assert "planned again" in str(found)
+    assert "next step is planned for this" in str(found)
     assert case.peak_bytes() <= budget
     case.compile(memory_budget=budget)
     assert case.said() == []

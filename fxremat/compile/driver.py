@@ -76,7 +76,7 @@ def patches_for(
     counted = options.memory_budget is not None and request.budget.allocator is not None
     if (moves or counted) and theirs(CUDAGRAPHS):
         why = "a graph that moves values to host memory has none" if moves else NO_POOLS
-        log.warning("cudagraphs are off: %s", why)
+        log.warning("fxremat: cudagraphs are off: %s", why)
         user = {**user, CUDAGRAPHS: False}
     elif absent_card() is None and device_of_inputs(inputs).type == "cpu":
         user = {**user, CUDAGRAPHS: False}  # loops would be put in another order for them

@@ -34,6 +34,7 @@ from fxremat.runtime import accumulation, measure_copy_speed
 from fxremat.runtime.host_memory import is_on
 
 log = logging.getLogger(__name__)
+NOT_RESERVED = "fxremat: reserved memory is not known, the budget counts allocated bytes: %s"
 
 
 @dataclass(frozen=True)
@@ -286,7 +287,7 @@ def _allocator(options: Options, device: torch.device) -> AllocatorSettings | No
     except ValueError as error:
         if options.count == "reserved":
             raise
-        log.warning("reserved memory is not known, the budget counts allocated bytes: %s", error)
+        log.warning(NOT_RESERVED, error)
         return None
 
 

@@ -136,8 +136,8 @@ def _switch_off_checkpointing(model: nn.Module) -> None:
             one.gradient_checkpointing_disable()
     if on:
         log.warning(
-            "gradient checkpointing is switched off: fxremat chooses what is computed again, and "
-            "only as much of it as the budget needs"
+            "fxremat: gradient checkpointing is switched off: what is computed again follows from "
+            "the budget, and is only as much as it needs"
         )
 
 

@@ -380,15 +380,15 @@ class Arena:
         """So many buffers are allocated as ever, for others hold what lies there."""
         if count and not self.conflicts:
             log.warning(
-                "values that a plan takes for freed are still held: the buffers planned in their "
-                "place are allocated elsewhere"
+                "fxremat: values that a plan takes for freed are still held: the buffers planned "
+                "in their place are allocated elsewhere"
             )
         self.conflicts += count
 
     def note_difference(self) -> None:
         """A buffer is allocated as ever, for it is not the one that was planned."""
         if not self.differences:
-            log.warning("a graph asks for other buffers than planned: they are allocated elsewhere")
+            log.warning("fxremat: a graph asks for other buffers than planned, allocated elsewhere")
         self.differences += 1
 
     # -- the block --------------------------------------------------------------------------------
@@ -406,7 +406,8 @@ class Arena:
                     if self.device.type == "cuda":  # cut from it as the graphs run
                         new_block(max(half.pool_bytes for half in halves), self.device)
             except RuntimeError:
-                log.warning("no memory for an arena of %s: nothing is placed", format_bytes(needed))
+                size = format_bytes(needed)
+                log.warning("fxremat: no memory for an arena of %s: nothing is placed", size)
                 self.is_off = True
                 return
         self.state += 1

@@ -60,7 +60,7 @@ def write_report(path: str, report: Report) -> None:
         report.save_snapshot(Path(path) / f"graph_{report.graph}.snapshot.pickle")
         write_page(Path(path) / f"graph_{report.graph}.html", [report])
     except OSError as error:
-        log.warning("the report of graph %d could not be written: %s", report.graph, error)
+        log.warning("fxremat: the report of graph %d could not be written: %s", report.graph, error)
 
 
 plan_log = artifact_logger(PLAN_LOG)

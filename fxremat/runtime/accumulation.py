@@ -228,9 +228,9 @@ def _tell(reason: str, gradient: torch.Tensor) -> None:
     if reason not in _TOLD:
         _TOLD.add(reason)
         log.warning(
-            "the gradient of a parameter of size %s is added to its .grad after the backward, as "
-            "without accumulate_in_backward: %s; until then its bytes come on top of what was "
-            "planned. Other gradients to which this happens are not reported",
+            "fxremat: the gradient of a parameter of size %s is added to its .grad after the "
+            "backward, as without accumulate_in_backward: %s; until then its bytes come on top of "
+            "what was planned. Other gradients to which this happens are not reported",
             tuple(gradient.size()),
             reason,
         )

@@ -357,7 +357,7 @@ def see_split_parts(
     except NoBackward:
         return
     except Exception as error:  # whatever a part raises that runs without memory
-        log.warning("parts of a graph that is split for DDP are planned one by one: %s", error)
+        log.warning("fxremat: parts that DDP makes of a graph are planned one by one: %s", error)
         return
     parts = [part.leaving(left_bytes) for part in parts]
     outside = request.budget.held - _shared_bytes([inputs for _, inputs in graphs])

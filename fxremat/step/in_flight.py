@@ -178,10 +178,10 @@ class _WatchedRuns:
             raise self.scope.given.refused
         if waiting > planned and self.graph is not None and not self.graph.saves_least:
             count = 1 << (waiting - 1).bit_length()
-            log.warning("%d forwards wait for their backward: planned again for %d", waiting, count)
+            log.warning("fxremat: %d forwards wait for a backward: planned for %d", waiting, count)
             self.runs = self.graph.compiled_for(count)
             broken.planned_for, self.scope.warned.anew = count, True
-        log.warning("%s", broken)
+        log.info("%s", broken)
         warnings.warn(broken, stacklevel=4)
 
 

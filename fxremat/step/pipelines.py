@@ -262,7 +262,7 @@ def pipeline_of(
     try:
         shown = shown_stages(found)
     except Exception as error:  # whatever a module raises that runs without memory
-        log.warning("stages of a pipeline are taken to give as much as they get: %s", error)
+        log.warning("fxremat: pipeline stages are taken to give as much as they get: %s", error)
         leaves = [x for x in pytree.tree_leaves(found.given) if isinstance(x, torch.Tensor)]
         given = sum(x.nbytes for x in leaves if storage_bytes([x], device))
         shown = [ShownStage(given, given, given, given) for _ in found.stages]

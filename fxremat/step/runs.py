@@ -43,6 +43,7 @@ from fxremat.step.sent_gradients import SentGradients
 from fxremat.step.versions import Offer, Part, version_in, version_refused, with_compiled
 
 log = logging.getLogger(__name__)
+TOO_MUCH = "fxremat: this step takes %s too much: the next one is planned anew"
 
 
 @dataclass(eq=False)
@@ -247,7 +248,7 @@ class GraphInStep:
             many = self.role.described is not None
             return self.compiled_for(self.runs_at_once) if many else self._compiled_so(self.request)
         except InfeasibleBudget as refused:
-            log.warning("the plan stays as it is: %s", refused)
+            log.warning("fxremat: the plan stays as it is: %s", refused)
             self.observed.note(-self.observed.between, 0)
             forget_frames(refused)
             return None
@@ -283,7 +284,7 @@ class GraphInStep:
             if least > refused.budget_bytes:
                 raise InfeasibleBudget(refused.budget_bytes, named, *refused.args[2:]) from None
             missing = refused.minimum_bytes - refused.budget_bytes
-            log.warning("a step takes %s too much: the next is planned anew", format_bytes(missing))
+            log.warning(TOO_MUCH, format_bytes(missing))
             forget_frames(refused)
             request = request.with_budget(held=request.budget.held - missing, optimizer_step=0)
             version = self.graph.compile(request)

@@ -360,7 +360,7 @@ class BudgetScope:
         exceeded = watch.end(promise.graph, self.saved_bytes, promise.unseen_bytes)
         if exceeded is not None:
             exceeded.again = self._set_aside(watch, exceeded)
-            log.warning("%s", exceeded)
+            log.info("%s", exceeded)
             warnings.warn(exceeded, stacklevel=4)
 
     def _set_aside(self, watch: StepWatch, exceeded: BudgetExceeded) -> bool:

@@ -23,8 +23,8 @@ from fxremat.report.report import MOST_ROWS, describe
 log = logging.getLogger(__name__)
 
 NOT_COUNTED = (
-    "the code of a graph without gradients could not run without data (%s: %s): the budget is not "
-    "checked for it"
+    "fxremat: the code of a graph without gradients could not run without data (%s: %s): the "
+    "budget is not checked for it"
 )
 
 

@@ -266,8 +266,8 @@ class Evaluator:
                 return shown.with_between(costs.request.budget.between)
             except Exception as error:  # any op of any library may refuse
                 log.warning(
-                    "the generated code could not run without data (%s: %s); the budget is held by "
-                    "the plan alone, which may be off by some percent: leave a reserve",
+                    "fxremat: the generated code could not run without data (%s: %s); the budget "
+                    "is held by the plan alone, which may be off by some percent: leave a reserve",
                     type(error).__name__,
                     str(error).partition("\n")[0],
                 )

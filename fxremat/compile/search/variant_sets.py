@@ -133,4 +133,4 @@ def _blame(rule: str, doing: str, error: Exception, costs: CostModel) -> None:
     what = f"{doing} raised {type(error).__name__}: {error}"
     if costs.request.policy.verify:
         raise VerificationFailed(f"variant {rule}", what) from error
-    log.warning("the rule %s is left out: %s", rule, what)
+    log.warning("fxremat: the rule %s is left out: %s", rule, what)
