@@ -136,6 +136,15 @@ def test_what_breaks_a_promise_is_bad() -> None:
         assert row("ok", plain=way | {"first_seconds": seconds}, at_budget=way).cells()[-2] == ratio
 
 
+def test_seconds_are_not_known_where_threads_waited_for_a_core(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = iter((0.0, 0.0, 0.0, 9.0))
+    monkeypatch.setattr(measuring, "waiting_s", lambda device: next(now))
+    assert (measuring._undisturbed(dict, 0.5) or -1) >= 0
+    assert measuring._undisturbed(dict, 0.5) is None
+
+
 def test_a_file_is_continued_and_a_page_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -32,7 +32,7 @@ A, B = torch.empty(8, 16), torch.empty(16, 32)
 def timed(waits: Iterable[float], seconds: list[float], patch: pytest.MonkeyPatch) -> timing.Timing:
     """What is found where the runs take so long, and threads wait so long for a core in each."""
     waited, took = iter([w for each in waits for w in (0.0, each)]), iter(seconds)
-    patch.setattr(timing, "_waiting_s", lambda device: next(waited))
+    patch.setattr(timing, "waiting_s", lambda device: next(waited))
     patch.setattr(timing, "_seconds", lambda call, device: next(took))
     return timing.quickest(lambda: None, HOST)
 
@@ -60,15 +60,15 @@ def test_linux_tells_how_long_threads_wait_for_a_core() -> None:
     os.sched_setaffinity(0, {min(here)})
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as other:
         try:
-            begin, before = time.monotonic(), timing._waiting_s(HOST)
+            begin, before = time.monotonic(), timing.waiting_s(HOST)
             while (passed := time.monotonic() - begin) < 1.0:
                 pass
-            waited = timing._waiting_s(HOST) - before
+            waited = timing.waiting_s(HOST) - before
         finally:
             other.kill()
             os.sched_setaffinity(0, here)
     assert waited > MOST_WAITING * passed
-    assert timing._waiting_s(torch.device("cuda")) == 0.0
+    assert timing.waiting_s(torch.device("cuda")) == 0.0
 
 
 # --- what is kept -------------------------------------------------------------------------
@@ -83,7 +83,7 @@ def waits(part: float, patch: pytest.MonkeyPatch) -> None:
         now[0] += part * 5e-4
         return 5e-4
 
-    patch.setattr(timing, "_waiting_s", lambda device: now[0])
+    patch.setattr(timing, "waiting_s", lambda device: now[0])
     patch.setattr(timing, "BUSY_TIMING_S", 1e-3)
     patch.setattr(timing, "_seconds", run)
 
@@ -149,7 +149,7 @@ def test_what_cannot_be_timed_is_planned_by_figures_and_not_for_later_processes(
     torch.testing.assert_close(found, gradients)
     timed = mock.Mock(side_effect=timing.quickest)
     monkeypatch.setattr(timing, "quickest", timed)
-    monkeypatch.setattr(timing, "_waiting_s", lambda device: 0.0)
+    monkeypatch.setattr(timing, "waiting_s", lambda device: 0.0)
     caplog.clear()
     planned(executor)
     assert timed.call_count

@@ -88,7 +88,7 @@ def test_where_the_clock_is_not_known_times_are_left_as_they_are(
 ) -> None:
     """On a GPU it never is."""
     waited = count()
-    monkeypatch.setattr(timing, "_waiting_s", lambda device: next(waited))
+    monkeypatch.setattr(timing, "waiting_s", lambda device: next(waited))
     machine.slowness = 1.3
     assert machine.timed() == pytest.approx(1.3 * 7000.0)
     assert timing.reference_of(GPU, tmp_path) is None
@@ -227,7 +227,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.fixture(autouse=True)
 def _undisturbed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever else the machine does: tests of times ask for no true ones."""
-    monkeypatch.setattr(timing, "_waiting_s", lambda device: 0.0)
+    monkeypatch.setattr(timing, "waiting_s", lambda device: 0.0)
 
 
 def test_a_matmul_is_measured_once(tmp_path: Path, runs: list[str]) -> None:

@@ -25,6 +25,8 @@ import torch
 from torch import Tensor, nn
 
 import fxremat
+from fxremat.core.constants import MOST_WAITING, TIME_DOUBT
+from fxremat.cost.timing import waiting_s
 from fxremat.memory.measured_peak import measure_peak
 
 from ..training import gradient_error, infeasible_budget
@@ -48,13 +50,14 @@ class Unlike(Exception):
 class Way:
     """How one way trained: bytes at most in each iteration after the first, and seconds.
 
-    ``first_seconds`` is what the first iterations took beyond as many later ones.
+    ``first_seconds`` is what the first iterations took beyond as many later ones. Seconds are None
+    where other programs had the cores.
     """
 
     peaks: list[int] = field(default_factory=list)
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
-    first_seconds: float = 0.0
-    step_seconds: float = 0.0
+    first_seconds: float | None = None
+    step_seconds: float | None = None
 
     @property
     def peak_bytes(self) -> int:
@@ -65,8 +68,8 @@ class Way:
         """Without gradients."""
         return {
             "peaks": self.peaks,
-            "first_seconds": round(self.first_seconds, 2),
-            "step_seconds": round(self.step_seconds, 5),
+            "first_seconds": self.first_seconds and round(self.first_seconds, 2),
+            "step_seconds": self.step_seconds and round(self.step_seconds, 5),
         }
 
 
@@ -104,14 +107,19 @@ def train(case: Case, compiled: Compile) -> Way:
         optimizer.step()
         optimizer.zero_grad()
 
-    seconds = [_seconds(iteration)]
     held = (*models, optimizer, *case.held)
-    for _ in range(MEASURED):
-        start = time.perf_counter()
-        way.peaks.append(measure_peak(iteration, held=held).peak_bytes)
-        seconds.append(time.perf_counter() - start)
-    way.step_seconds = median(_seconds(iteration) for _ in range(TIMED))
-    way.first_seconds = sum(seconds) - len(seconds) * way.step_seconds
+
+    def first() -> None:
+        iteration()
+        for _ in range(MEASURED):
+            way.peaks.append(measure_peak(iteration, held=held).peak_bytes)
+
+    until_steady = _undisturbed(first, MOST_WAITING)
+    found = (_undisturbed(iteration, TIME_DOUBT) for _ in range(TIMED))
+    if steps := [one for one in found if one is not None]:
+        way.step_seconds = median(steps)
+        if until_steady is not None:
+            way.first_seconds = until_steady - (1 + MEASURED) * way.step_seconds
     for model, state in zip(models, before, strict=True):
         model.load_state_dict(state)
     for number in SEEDS:
@@ -122,10 +130,12 @@ def train(case: Case, compiled: Compile) -> Way:
     return way
 
 
-def _seconds(run: Callable[[], object]) -> float:
-    start = time.perf_counter()
+def _undisturbed(run: Callable[[], object], most: float) -> float | None:
+    """Seconds of a run; None if our threads waited for a core for more than that part of it."""
+    start, before = time.perf_counter(), waiting_s(torch.device("cpu"))
     run()
-    return time.perf_counter() - start
+    took = time.perf_counter() - start
+    return took if waiting_s(torch.device("cpu")) - before <= most * took else None
 
 
 def _gradients(weights: Sequence[Tensor]) -> dict[str, Tensor]:

@@ -40,7 +40,7 @@ class Row:
         return max(found["peaks"]) if "peaks" in found else None
 
     def _ratio(self, what: str) -> str:
-        """Of seconds at the budget, or at the least, to plain's; none if steps varied by more."""
+        """Of seconds at the budget, or at the least, to plain's; none if those are not known."""
         ours = self.at_budget or self.at_least
         its, plain = (found and found[what] for found in (ours, self.plain))
         return f"{its / plain:.2f}" if its and plain and plain > 0 else ""

@@ -133,11 +133,11 @@ def quickest(
 
 def _looked_at(call: Callable[[], object], device: torch.device) -> tuple[list[float], float]:
     """Seconds of runs, and for which part of them our threads waited for a core."""
-    before, runs, took = _waiting_s(device), list[float](), 0.0
+    before, runs, took = waiting_s(device), list[float](), 0.0
     while took * _calls_of(device) < LOOK_S:
         runs.append(_seconds(call, device))
         took += runs[-1]
-    return runs, (_waiting_s(device) - before) / took
+    return runs, (waiting_s(device) - before) / took
 
 
 _UNSURE: defaultdict[Path, dict[str, float | None]] = defaultdict(dict)
@@ -193,7 +193,7 @@ def _calls_of(device: torch.device) -> int:
     return CALLS_BETWEEN_EVENTS if device.type == "cuda" else 1
 
 
-def _waiting_s(device: torch.device) -> float:
+def waiting_s(device: torch.device) -> float:
     """For how many seconds our threads have waited for a core of the CPU; told by Linux alone."""
     waited = 0
     with suppress(OSError):
