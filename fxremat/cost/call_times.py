@@ -123,7 +123,7 @@ class CallTimes:
             if not has_room(device, (args, kwargs)):
                 return None, 0.0
             real, named = made_call(target, args, kwargs, device)
-            return self.numbers.us(lambda: target(*real, **named))
+            return self.numbers.us(lambda: target(*real, **named), cold=True)
 
         try:
             return self.numbers.number(call_key(target, args, kwargs), measure)

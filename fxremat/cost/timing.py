@@ -19,7 +19,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,9 +34,10 @@ from fxremat.compat.inductor.kernels import wait_for_vectors
 from fxremat.compat.measuring import keep_busy
 from fxremat.compat.ranks import is_a_rank
 from fxremat.compat.tensors import outside_fake_mode
-from fxremat.core.constants import CORE_TURN_S, MOST_WAITING, TIME_DOUBT
+from fxremat.core.constants import CORE_TURN_S, MOST_WAITING, TILE_BYTES, TIME_DOUBT
 from fxremat.cost.number_file import NumberFile, number_path
 from fxremat.errors import FxrematError
+from fxremat.sizes import parse_bytes
 
 TIMING_S = 4 * CORE_TURN_S
 """Timing a call ends after this, whether its runs agree or not."""
@@ -104,21 +105,24 @@ def reference_of(device: torch.device, directory: Path) -> ReferenceMatmul | Non
 
 
 def quickest(
-    call: Callable[[], object], device: torch.device, reference: ReferenceMatmul | None = None
+    call: Callable[[], object],
+    device: torch.device,
+    reference: ReferenceMatmul | None = None,
+    before: Callable[[], object] | None = None,
 ) -> Timing:
     """The quickest run in which no other program had one of our cores.
 
     Such runs are made until two of them agree. With a ``reference`` the time is that at the clock
     at which it was first timed. Where the machine is too busy for any such run, it is the quickest
-    of those that waited least: more than the call takes.
+    of those that waited least: more than the call takes. What is to run ``before`` each run is not
+    timed.
     """
     slowdown = 1.0 if reference is None else reference.slowdown()
     call()
     counted, least, spent, enough = list[float](), (math.inf, math.inf), 0.0, TIMING_S / 8
     with alone_on(device):
         while spent < (TIMING_S if len(counted) > 1 else BUSY_TIMING_S):
-            runs, waited = _looked_at(call, device)
-            took = sum(runs) * _calls_of(device)
+            runs, took, waited = _looked_at(call, device, before)
             spent += took
             if waited > TIME_DOUBT:
                 least = min(least, (waited, min(runs)))  # others have disturbed it
@@ -131,13 +135,17 @@ def quickest(
     return Timing(1e6 * seconds / slowdown, waited)
 
 
-def _looked_at(call: Callable[[], object], device: torch.device) -> tuple[list[float], float]:
-    """Seconds of runs, and for which part of them our threads waited for a core."""
-    before, runs, took = waiting_s(device), list[float](), 0.0
-    while took * _calls_of(device) < LOOK_S:
+def _looked_at(
+    call: Callable[[], object], device: torch.device, before: Callable[[], object] | None
+) -> tuple[list[float], float, float]:
+    """Seconds of runs, of all that was done, and the part for which threads waited for a core."""
+    waited, runs, took = waiting_s(device), list[float](), 0.0
+    while took < LOOK_S:
+        if before is not None:
+            took += _seconds(before, device)
         runs.append(_seconds(call, device))
-        took += runs[-1]
-    return runs, (waiting_s(device) - before) / took
+        took += runs[-1] * _calls_of(device)
+    return runs, took, (waiting_s(device) - waited) / took
 
 
 _UNSURE: defaultdict[Path, dict[str, float | None]] = defaultdict(dict)
@@ -183,9 +191,24 @@ class TimedNumbers:
                 self.file.add(key, found)
         return self.file.numbers.get(key, self.unsure.get(key))
 
-    def us(self, call: Callable[[], object]) -> Timing:
-        """Of a call, on this device."""
-        return quickest(call, self.device, self.reference)
+    def us(self, call: Callable[[], object], *, cold: bool = False) -> Timing:
+        """Of a call, on this device; ``cold``: a CPU's caches hold nothing of what it reads."""
+        before = self._empty_caches if cold and self.device.type == "cpu" else None
+        return quickest(call, self.device, self.reference, before)
+
+    @cached_property
+    def _empty_caches(self) -> Callable[[], object]:
+        """Writes twice what the largest cache holds."""
+        return partial(torch.zeros(2 * largest_cache(), dtype=torch.uint8).fill_, 1)
+
+
+@cache
+def largest_cache() -> int:
+    """Bytes of the CPU's largest cache, as Linux tells them; else those that tiles are made for."""
+    sizes = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
+    with suppress(OSError, ValueError):
+        return max(parse_bytes(one.read_text(encoding="ascii").strip() + "iB") for one in sizes)
+    return TILE_BYTES
 
 
 def _calls_of(device: torch.device) -> int:
