@@ -140,8 +140,7 @@ MOST_WAITING = 1 / 4
 """A call that waited for a core in a larger part of each run is not timed at all.
 
 Clocks move times by a quarter, too (`TIME_DOUBT`). Beyond it plans by the figures of a usual device
-are better: a Mixer of `benchmarks.by_hand` that was planned beside one program that compiled was
-promised 0.76 of plain compile's time and took three times as much.
+are better: those by such times compute all in the smallest parts (`fxremat.cost.timing`).
 """
 
 PEAK_REACHED = 0.65

@@ -168,7 +168,8 @@ def _activation(output: fx.Node) -> tuple[Any, float, Any, Any]:
     if _calls(output, _ATEN.where.self) and _calls(output.args[0], _ATEN.gt.Scalar):
         mask, above, below = output.args
         x, (scaled, bound) = _without_one(above), mask.args  # type: ignore[union-attr]
-        if _is_float(x) and fake(x).dtype == fake(output).dtype and (factor := _factor(scaled, x)):
+        fits = isinstance(bound, (int, float)) and _is_float(x)  # a size may be a node
+        if fits and fake(x).dtype == fake(output).dtype and (factor := _factor(scaled, x)):
             return x, factor, bound, below
     return None, 0.0, None, None
 
