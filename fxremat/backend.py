@@ -13,7 +13,6 @@ from typing import Any
 from weakref import WeakSet
 
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
 from fxremat import faults, inactive
 from fxremat.compat.backward import hooks_on_what_is_saved
@@ -60,7 +59,7 @@ from fxremat.step.context import (
 from fxremat.step.given import Given
 from fxremat.step.graph import Graph, Role, plan_only
 from fxremat.step.in_flight import watch_in_flight, without_backward
-from fxremat.step.promise import Observed
+from fxremat.step.promise import Observed, alive
 from fxremat.step.runs import GraphInStep
 from fxremat.step.scope import Neighbours
 
@@ -179,7 +178,7 @@ def _compiled_in_step(graph: Graph) -> Callable[..., Any]:
         _warn_of_checkpointing(graph)
     graph.forget_inputs()
     scope.graphs.add(in_step)
-    watched = watch_in_flight(found, scope, in_step.place[0], in_step, apart)
+    watched = watch_in_flight(found, scope, in_step.where.place[0], in_step, apart)
     return _under_cap(in_step, watched)
 
 
@@ -189,9 +188,8 @@ def _placed(graph: Graph, compiled: Sequence[nn.Module]) -> GraphInStep:
     scope, place = scopes.scope_of(device, options.memory_budget), current_compilation()
     context = model_context(options, device, compiled)
     count = context.runs if role.described is None else len(role.described.runs_of(role.index))
-    everything = pytree.tree_leaves([each() for each in context.everything])
     beside = scope.neighbours(place, graph.inputs, context.others, device, count)
-    weights = [one for one in everything if isinstance(one, nn.Parameter)]
+    weights = [one for one in alive(context.everything) if isinstance(one, nn.Parameter)]
     request = graph.request(context.nbytes, beside.nbytes, weights)
     if device.type == "cuda":  # all else that is there is seen
         request = request.with_budget(held=request.budget.held + beside.coming)

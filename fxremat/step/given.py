@@ -6,18 +6,19 @@ import weakref
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from fxremat.compat.backward import given_before, saved_before, when_freed
 from fxremat.core.step import ALL_RESULTS
 from fxremat.errors import InfeasibleBudget
 from fxremat.memory.storages import Storages, saved_storages, storages_of, without
-from fxremat.step.graph import SharingGraph
-from fxremat.step.promise import Promise, RunVersions, Tensors
+from fxremat.step.promise import Promise, RunVersions, Tensors, alive
+
+if TYPE_CHECKING:
+    from fxremat.step.runs import GraphInStep
 
 References = weakref.WeakValueDictionary[int, torch.Tensor]
 """Tensors by their identity, as long as they live."""
@@ -63,7 +64,7 @@ class WaitingRun:
     node: weakref.ref[Any]
     promise: Promise
     runs: RunVersions
-    graph: SharingGraph | None
+    graph: GraphInStep | None
     frame: int
     place: int
     given: frozenset[int] = frozenset()
@@ -107,7 +108,7 @@ class Recorded:
     beyond that, as whoever is given a loss, and maybe logits. It was given these ``weights``.
     """
 
-    graph: weakref.ref[Any]
+    graph: weakref.ref[GraphInStep]
     place: int
     phase: Literal["forward", "backward"]
     kept_bytes: int = 0
@@ -167,8 +168,7 @@ class Given:
         """
         runs = list(runs)
         saved = storages_of(saved_before(given, [run.node() for run in runs]), device)
-        lasting = pytree.tree_leaves([each() for each in around])
-        known = set(storages_of([*given, *lasting, *self.weights()], device))
+        known = set(storages_of([*given, *alive(around), *self.weights()], device))
         for run in runs:
             known |= run.given | run.results
         held = sum(size for key, size in saved.items() if key not in known)

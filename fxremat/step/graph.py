@@ -6,11 +6,11 @@ Its runs are known to others where they wait for their backward.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
@@ -62,9 +62,9 @@ from fxremat.runtime.unsent_gradients import (
     written_inputs,
 )
 from fxremat.step.description import StepDescription
-from fxremat.step.promise import Observed, RunVersions, Tensors
+from fxremat.step.promise import Observed
 from fxremat.step.sent_gradients import SentGradients
-from fxremat.step.versions import Offer, Part, part_on_all_ranks
+from fxremat.step.versions import Part, part_on_all_ranks
 from fxremat.version import build
 
 log = logging.getLogger(__name__)
@@ -416,44 +416,6 @@ class Taken:
     saved_bytes: int = 0
     own_peak_bytes: int = 0
     parameters: int = 0
-
-
-class SharingGraph(Protocol):
-    """A compiled graph, as those know it that share its budget; `runs.GraphInStep` says more."""
-
-    role: Role
-    taken: Taken
-
-    @property
-    def place(self) -> Place: ...
-    @property
-    def around(self) -> Tensors: ...
-    @property
-    def fixed_bytes(self) -> int: ...
-    @property
-    def reserve_bytes(self) -> int: ...
-    @property
-    def layout(self) -> StepLayout: ...
-    @property
-    def sharded(self) -> bool: ...
-    @property
-    def saves_least(self) -> bool: ...
-    @property
-    def takes_time(self) -> bool: ...
-    @property
-    def is_complete(self) -> bool: ...
-    @property
-    def gradients_stay(self) -> bool: ...
-    def expect_gradients(self, living: Sequence[torch.Tensor]) -> None: ...
-    def set_aside(self, between: int, held: int, *, remembered: bool = True) -> None: ...
-    def part(self) -> Part: ...
-    def plan_version(self, offer: Offer, limit_bytes: int) -> Report: ...
-    def sends_otherwise(self) -> bool: ...
-    @property
-    def gradients(self) -> SentGradients: ...
-    def compiled(self) -> RunVersions | None: ...
-    def renewed(self, args: Iterable[object]) -> RunVersions | None: ...
-    def compiled_for(self, count: int) -> RunVersions: ...
 
 
 @dataclass(eq=False)

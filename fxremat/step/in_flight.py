@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -35,9 +35,11 @@ from fxremat.memory.storages import storages_of
 from fxremat.runtime.placed import places_of_forward, set_places_of_backward
 from fxremat.runtime.unsent_gradients import like
 from fxremat.step.given import WaitingRun
-from fxremat.step.graph import SharingGraph
 from fxremat.step.promise import Compiled, RunVersions
 from fxremat.step.scope import BudgetScope
+
+if TYPE_CHECKING:
+    from fxremat.step.runs import GraphInStep
 
 log = logging.getLogger(__name__)
 
@@ -46,8 +48,8 @@ def watch_in_flight(
     runs: RunVersions,
     scope: BudgetScope,
     frame: int = 0,
-    graph: SharingGraph | None = None,
-    apart: SharingGraph | None = None,
+    graph: GraphInStep | None = None,
+    apart: GraphInStep | None = None,
 ) -> Compiled:
     """One callable for all runs of a graph, which warns when a budget will not be kept.
 
@@ -85,8 +87,8 @@ class _WatchedRuns:
     runs: RunVersions
     scope: BudgetScope
     frame: int
-    graph: SharingGraph | None
-    apart: SharingGraph | None = None
+    graph: GraphInStep | None
+    apart: GraphInStep | None = None
     placed: tuple[PlacedRun, ...] = ()
     placed_for: StepLayout = NOWHERE
 
@@ -97,7 +99,7 @@ class _WatchedRuns:
             # Dynamo asks for sizes, to split what follows for DDP.
             return self.runs.of_run(scope.free_place(self.frame)).call(*args)
         scope.step_begins()
-        if scope.records and not (self.graph is not None and self.graph.sharded):
+        if scope.records and not (self.graph is not None and self.graph.where.context.sharded):
             known = self.runs.versions[0]
             scope.given.note(args)
             scope.given.see_eager(args, known.around, scope.waiting.values(), known.device)
@@ -123,7 +125,7 @@ class _WatchedRuns:
             when_backward_starts(scope.given.see_behind)
             when_backward_ends(whole, partial(scope.end, promise))
             if self.graph is not None:
-                see = partial(self.graph.gradients.see, results_of_node(results, whole))
+                see = partial(self.graph.graph.gradients.see, results_of_node(results, whole))
                 when_gradients_come(whole, see)
         node = node_of_forward(results, before)
         if node is None and whole is not None:

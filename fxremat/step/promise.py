@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch.utils import _pytree as pytree
 
 from fxremat.compat.backward import backward_drops_gradients
 from fxremat.compat.configuration import cache_directory, caches_disabled
@@ -25,6 +26,11 @@ T = TypeVar("T")
 Compiled = Callable[..., Any]
 Tensors = tuple[Callable[[], torch.Tensor | list[torch.Tensor] | None], ...]
 """They give tensors that live as long as others want, and None where these are gone."""
+
+
+def alive(tensors: Tensors) -> list[torch.Tensor]:
+    """All that they give now."""
+    return [one for one in pytree.tree_leaves([each() for each in tensors]) if one is not None]
 
 
 @dataclass(frozen=True)

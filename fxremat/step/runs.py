@@ -37,9 +37,8 @@ from fxremat.runtime.accumulation import living_gradients
 from fxremat.sizes import format_bytes
 from fxremat.step.context import Surroundings, first_description
 from fxremat.step.description import LeastVersions, StepDescription, lowest_ways, summary
-from fxremat.step.graph import CompiledVersion, Graph, NoBackward, Place, Role, Taken
-from fxremat.step.promise import MadeVersions, Observed, Promise, RunVersions, Tensors
-from fxremat.step.sent_gradients import SentGradients
+from fxremat.step.graph import CompiledVersion, Graph, NoBackward, Role, Taken
+from fxremat.step.promise import MadeVersions, Observed, Promise, RunVersions
 from fxremat.step.versions import Offer, Part, version_in, version_refused, with_compiled
 
 log = logging.getLogger(__name__)
@@ -97,16 +96,6 @@ class GraphInStep:
         return max(self.where.context.runs, self.taken.count)
 
     @property
-    def place(self) -> Place:
-        """Its frame, and the compilation of that."""
-        return self.where.place
-
-    @property
-    def sharded(self) -> bool:
-        """Whether its parameters are gathered when it runs."""
-        return self.where.context.sharded
-
-    @property
     def layout(self) -> StepLayout:
         """Where the buffers of the run at each place lie; nowhere until the step is known.
 
@@ -122,16 +111,11 @@ class GraphInStep:
         alone = self.role.runs_alone
         if alone is None:
             alone = device == "cuda" and not (self.where.follow or self.where.neighbours.graphs)
-        if not alone or self.sharded or self.one_run is None:
+        if not alone or self.where.context.sharded or self.one_run is None:
             return NOWHERE
         if self.one_layout is None:
             self.one_layout = arrange([self.one_run], ALONE, device).layout
         return self.one_layout
-
-    @property
-    def around(self) -> Tensors:
-        """What lies in the model beside it."""
-        return self.where.context.others
 
     @property
     def fixed_bytes(self) -> int:
@@ -166,11 +150,6 @@ class GraphInStep:
         self.taken.parameters = known
         return self._beside_more(args)
 
-    @property
-    def gradients(self) -> SentGradients:
-        """What is known of those that are sent for its results."""
-        return self.graph.gradients
-
     def sends_otherwise(self) -> bool:
         """Whether it is another part of its step: its results are sent more gradients, or fewer.
 
@@ -193,14 +172,9 @@ class GraphInStep:
         unnamed = self.graph.options.optimizer in (None, "none")
         return not trained.missing and (unnamed or trained.trained > 0)
 
-    @property
-    def reserve_bytes(self) -> int:
-        """What the user holds back of the budget."""
-        return self.graph.options.reserve or 0
-
     def set_aside(self, between: int, held: int, *, remembered: bool = True) -> None:
         """Have it planned again with so many bytes more, or fewer, beside it."""
-        if self.gradients.late:  # what the step took was for a gradient that none had expected
+        if self.graph.gradients.late:  # the step took more for a gradient that none had expected
             return
         self._hold(held)
         if remembered:
@@ -214,17 +188,12 @@ class GraphInStep:
         """
         several = self.taken.count != 1 or self.role.described is not None
         several |= bool(self.where.scope.waiting)  # then this step has made them
-        counts = self.request.budget.limit is not None and not self.sharded
-        if several or is_a_rank() or self.gradients_stay or not counts:
+        counts = self.request.budget.limit is not None and not self.where.context.sharded
+        if several or is_a_rank() or self.request.inputs.gradients_stay or not counts:
             return False
         if living := living_gradients(args):
             self.expect_gradients(living)
         return bool(living)
-
-    @property
-    def gradients_stay(self) -> bool:
-        """Whether it is known that gradients live on where its forward begins."""
-        return self.request.inputs.gradients_stay
 
     def expect_gradients(self, living: Sequence[torch.Tensor]) -> None:
         """Have it planned for these, which live where a step begins."""
@@ -241,7 +210,7 @@ class GraphInStep:
         """Versions for the step as known now; it stays as it is where too few bytes are left."""
         if self.role.described is not None:
             self._hold(-self.observed.forget_expected())  # a loss is known now
-            if not any(one.gradients.came_late for one in self.where.scope.graphs):
+            if not any(one.graph.gradients.came_late for one in self.where.scope.graphs):
                 return self.compiled_for(self.runs_at_once)
         self.role.is_due = False
         try:
@@ -258,7 +227,8 @@ class GraphInStep:
         where, budget = self.where, self.request.budget
         if where.device.type != "cpu" or budget.limit is None:
             return None
-        beside = where.scope.neighbours(where.place, args, self.around, where.device, 1)
+        around = where.context.others
+        beside = where.scope.neighbours(where.place, args, around, where.device, 1)
         more = beside.lasting - where.neighbours.lasting
         if more <= 0 or self.taken.own_peak_bytes + budget.held + more <= budget.limit:
             return None
@@ -305,10 +275,11 @@ class GraphInStep:
 
     def _least_of_all(self, refused: InfeasibleBudget) -> tuple[int, int]:
         """The least budget for this graph and those that wait, and one that is surely enough."""
-        scope, waiting = self.where.scope, self.where.scope.waiting.values()
+        where, scope = self.where, self.where.scope
         self.part()
-        scope.given.see_eager(self.graph.inputs, self.around, waiting, self.where.device)
-        if (found := scope.describe_with(self, self.where.given)) is None:
+        inputs, waiting = self.graph.inputs, scope.waiting.values()
+        scope.given.see_eager(inputs, where.context.others, waiting, where.device)
+        if (found := scope.describe_with(self, where.given)) is None:
             return (refused.minimum_bytes or 0,) * 2
         described, if_held = found
         described.offer_compiled()

@@ -10,13 +10,12 @@ import gc
 import logging
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch.utils import _pytree as pytree
 
 from fxremat.compat.backward import (
     hooks_on_what_is_saved,
@@ -38,9 +37,12 @@ from fxremat.runtime.accumulation import living_gradients
 from fxremat.sizes import format_bytes
 from fxremat.step.description import StepDescription
 from fxremat.step.given import Given, Recorded, WaitingRun
-from fxremat.step.graph import NoBackward, OwnMemory, Place, Role, SharingGraph
-from fxremat.step.promise import Promise, Tensors, Warned
+from fxremat.step.graph import NoBackward, OwnMemory, Place, Role
+from fxremat.step.promise import Promise, Tensors, Warned, alive
 from fxremat.step.versions import Part, Planner
+
+if TYPE_CHECKING:
+    from fxremat.step.runs import GraphInStep
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +62,7 @@ class Neighbours:
     resident: int = 0
     batch: int = 0
     waiting: int = 0
-    graphs: tuple[SharingGraph, ...] = ()
+    graphs: tuple[GraphInStep, ...] = ()
     first: tuple[tuple[Part, ...], ...] = ()
     coming: int = 0
 
@@ -84,7 +86,7 @@ class BudgetScope:
     """
 
     waiting: dict[int, WaitingRun] = field(default_factory=dict)
-    graphs: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+    graphs: weakref.WeakSet[GraphInStep] = field(default_factory=weakref.WeakSet)
     given: Given = field(default_factory=Given)
     order: list[Recorded] = field(default_factory=list)
     last: list[Recorded] = field(default_factory=list)
@@ -109,7 +111,7 @@ class BudgetScope:
         one compilation of a frame all run in one step.
         """
         frame = place[0]
-        own = with_gradients([*given, *_alive(around)], device)
+        own = with_gradients([*given, *alive(around)], device)
         first = self._parts_at_places(frame)
         first = first if len(first) < count else ()
         runs = [one for one in self.waiting.values() if not (first and one.frame == frame)]
@@ -125,8 +127,8 @@ class BudgetScope:
             missing = graph.taken.count - graphs.count(graph)
             held += max(0, missing) * graph.taken.saved_bytes // max(1, graph.taken.count)
         if place[1] is not None:
-            together = (one for one in self.graphs if one.place == place and one not in distinct)
-            held += sum(one.taken.own_peak_bytes for one in together)
+            together = {one for one in self.graphs if one.where.place == place}
+            held += sum(one.taken.own_peak_bytes for one in together.difference(distinct))
         beside, besides = sum(resident.values()), sum(batch.values())
         coming = self.given.coming_bytes(own, device)
         return Neighbours(beside, besides, held, distinct, first, coming)
@@ -138,7 +140,7 @@ class BudgetScope:
         ``models``, unless a graph counts what lies around it itself."""
         found = with_gradients(self.given.weights(), device)
         for graph in self.graphs if models else ():
-            found |= storages_of(_alive(graph.around), device)
+            found |= storages_of(alive(graph.where.context.others), device)
         return without(found, own)
 
     def _parts_at_places(self, frame: int) -> tuple[tuple[Part, ...], ...]:
@@ -162,7 +164,7 @@ class BudgetScope:
     # -- steps as they have run --------------------------------------------------------------
 
     def describe_with(
-        self, graph: SharingGraph, given: frozenset[int]
+        self, graph: GraphInStep, given: frozenset[int]
     ) -> tuple[StepDescription, tuple[StepPoint, ...]] | None:
         """The step of the runs that wait now and one of ``graph``, with all that they offer.
 
@@ -193,7 +195,7 @@ class BudgetScope:
 
     def _describe_last(self) -> StepDescription | None:
         """The last step as it has run; None where it cannot be planned as one."""
-        runs: dict[tuple[SharingGraph, int], int] = {}
+        runs: dict[tuple[GraphInStep, int], int] = {}
         weights: dict[int, Mapping[int, int]] = {}
         order: list[tuple[int, Literal["forward", "backward"]]] = []
         kept, held = dict[int, int](), dict[int, int]()
@@ -213,7 +215,7 @@ class BudgetScope:
 
     def _described(
         self,
-        runs: Sequence[tuple[SharingGraph, int]],
+        runs: Sequence[tuple[GraphInStep, int]],
         order: Order,
         more_bytes: int,
         kept: Mapping[int, int],
@@ -232,7 +234,7 @@ class BudgetScope:
         part_of = tuple(graphs.index(graph) for graph, _ in runs)
         interfaces = [part.interface for part in parts]
         held_so = {
-            run: nbytes + interfaces[part_of[run]].given * bool(runs[run][0].gradients.left_out)
+            run: nbytes + interfaces[part_of[run]].given * bool(runs[run][0].graph.unsent)
             for run, nbytes in held.items()  # with what it takes to run again
         }
         points = in_order(
@@ -273,7 +275,7 @@ class BudgetScope:
             device, budget = promise.device, promise.budget_bytes
             self.watch = StepWatch(device, budget, promise.counts_reserved, self._compilations)
         if not self.is_under_way and not self.watch.is_over:
-            around = pytree.tree_leaves([each() for each in promise.around])
+            around = alive(promise.around)
             known = [*args, *around, *self.given.weights(), *self.given.batch.values()]
             resident, arena = with_gradients(known, promise.device), self.own.arena
             more = with_gradients(self.given.read_behind.values(), promise.device)
@@ -305,10 +307,10 @@ class BudgetScope:
         if self.due and self.last:
             self._plan_anew()
 
-    def _see_gradients(self, graphs: Iterable[SharingGraph]) -> None:
+    def _see_gradients(self, graphs: Iterable[GraphInStep]) -> None:
         """Have several graphs planned for gradients that live on, once that is seen."""
         several = [one for one in graphs if one.role.described is not None]
-        if not several or is_a_rank() or any(one.gradients_stay for one in several):
+        if not several or is_a_rank() or any(one.request.inputs.gradients_stay for one in several):
             return
         if living := living_gradients(self.given.weights()):
             for one in several:
@@ -341,7 +343,7 @@ class BudgetScope:
         if not graphs or not all(one.is_complete for one in graphs):
             return
         self.warned.looked = MOST_STEPS
-        reserve = max(one.reserve_bytes for one in graphs)
+        reserve = max(one.graph.options.reserve or 0 for one in graphs)
         left = watch.promised - reserve - torch.cuda.max_memory_reserved(watch.device)
         again = any(one.takes_time for one in graphs)
         if left <= MUCH_UNUSED * watch.budget_bytes or not again or is_a_rank():
@@ -449,7 +451,7 @@ class BudgetScope:
     def _compare(self, run: WaitingRun, own: Iterable[object]) -> PromiseBroken | None:
         """The warning if its backward will exceed the budget, for what others hold."""
         promise, number = run.promise, len(self.waiting)
-        around = pytree.tree_leaves([each() for each in promise.around])
+        around = alive(promise.around)
         counted = storages_of(around, promise.device)
         if run.graph is not None:  # counted when it was planned
             counted |= storages_of(self.given.batch.values(), promise.device)
@@ -466,10 +468,6 @@ class BudgetScope:
             budget, left = promise.budget_bytes, promise.left_bytes
             return PromiseBroken(promise.graph, number, held, expected, budget, left_bytes=left)
         return None
-
-
-def _alive(tensors: Iterable[Callable[[], Any]]) -> list[torch.Tensor]:
-    return [one for one in pytree.tree_leaves([each() for each in tensors]) if one is not None]
 
 
 _SCOPES: dict[tuple[torch.device, int | None], BudgetScope] = {}
