@@ -109,8 +109,8 @@ def plan_graph(draft: Draft, request: Request, current: Session) -> Halves:
     output = large_output(found)
     if output is not None and request.budget.limit is not None:
         log.warning("fxremat: graph %d: %s", current.graph, output_advice(*output))
-    if current.study is not None:
-        current.study(found, runner)
+    if session.STATE.study is not None:
+        session.STATE.study(found, runner)
     halves = found.evaluation.draft.halves
     if draft.plan_only:
         runner.run("apply", EXPLAIN, found.evaluation.draft)

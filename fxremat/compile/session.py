@@ -32,7 +32,6 @@ class Session:
     graph: int
     started: float = field(default_factory=time.perf_counter)
     report: Report | None = None
-    study: Study | None = None
 
 
 @dataclass
@@ -51,6 +50,7 @@ class State:
         default_factory=WeakKeyDictionary
     )
     """The same by the module that the graph was made of, where it has no other one."""
+    study: Study | None = None
 
 
 STATE = State()
@@ -89,10 +89,10 @@ def begin() -> Session:
 
 
 @contextmanager
-def separate() -> Iterator[None]:
+def separate(study: Study | None = None) -> Iterator[None]:
     """Plan without leaving a trace in the reports of what is really compiled."""
     global STATE
-    outer, STATE = STATE, State()
+    outer, STATE = STATE, State(study=study)
     try:
         yield
     finally:

@@ -113,8 +113,6 @@ class Graph:
     ranks: tuple[int, ...] = ()
     goes_on: bool = False
     """Whether others come after it in the function that Dynamo compiles."""
-    study: session.Study | None = None
-    """Told what the search found, where it is only planned."""
     joint: Joint | None = None
     """Its joint graph, once it was traced to plan it."""
     gradients: SentGradients = field(default_factory=SentGradients)
@@ -273,7 +271,7 @@ class Graph:
         """Planned for the request, and not compiled. Raises `NoBackward`."""
 
         def planned(asked: Request) -> Report:
-            current = self._begun()
+            current = session.begin()
             with self._drafted(asked) as draft:
                 plan_graph(draft, asked, current)
             assert current.report is not None
@@ -283,7 +281,7 @@ class Graph:
 
     def explain(self) -> tuple[Callable[..., Any], Report | None]:
         """Planned by itself, and run node by node; without a report if it has no backward."""
-        request, current = self.request(), self._begun()
+        request, current = self.request(), session.begin()
         observed = Observed(device=str(self.device), expected=self.expected_of_loss)
         observed.recall(0)
 
@@ -297,11 +295,6 @@ class Graph:
 
         with reporting(self.options, current):
             return observed.beside_loss(request, beside), current.report
-
-    def _begun(self) -> session.Session:
-        current = session.begin()
-        current.study = self.study
-        return current
 
     def as_part(self, request: Request, count: int) -> Part:
         """The versions that it may take, kept on disk: they need a trace. Raises `NoBackward`."""
@@ -370,19 +363,13 @@ class Graph:
 
 
 def plan_only(
-    gm: fx.GraphModule,
-    inputs: Sequence[Any],
-    options: Mapping[str, Any],
-    study: session.Study | None = None,
+    gm: fx.GraphModule, inputs: Sequence[Any], options: Mapping[str, Any]
 ) -> tuple[Callable[..., Any], Report | None]:
-    """Plan one graph as the backend would, but run it node by node instead of compiling it.
-
-    ``study`` is told what the search found.
-    """
+    """Plan one graph as the backend would, but run it node by node instead of compiling it."""
     total = total_bytes(device_of_inputs(inputs))
     parsed = parse_options(options, device_total_bytes=total)
     goes_on, gm = more_follow(gm), inline_regions(gm)
-    graph = Graph(None, gm, inputs, parsed, None, goes_on=goes_on, study=study)
+    graph = Graph(None, gm, inputs, parsed, None, goes_on=goes_on)
     graph.leave_out_unsent()
     return graph.explain()
 

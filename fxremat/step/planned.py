@@ -11,7 +11,6 @@ import torch
 from torch import fx, nn
 
 from fxremat.compat.tensors import storage_key
-from fxremat.compile import session
 from fxremat.compile.constants import DRY_RUNS
 from fxremat.compile.request import (
     Request,
@@ -54,20 +53,19 @@ class _Asked:
 def plan_in_order(
     graphs: Sequence[GraphAndInputs],
     options: Options,
-    study: session.Study | None = None,
     *,
     neighbours: int = 0,
     gradients_stay: bool = False,
 ) -> tuple[Report, ...]:
     """The plans of graphs that run forward one after the other, and backward in turn.
 
-    Graphs without a backward are left out. ``study`` is told what the search found for each. Others
-    hold ``neighbours`` bytes. Raises `InfeasibleBudget` with the least that all need together.
+    Graphs without a backward are left out. Others hold ``neighbours`` bytes. Raises
+    `InfeasibleBudget` with the least that all need together.
     """
     shared = _given_from_outside(inputs for _, inputs in graphs)
     request = request_for(shared, options, neighbours=neighbours)
     request = request.with_inputs(gradients_stay=gradients_stay)
-    asked = list(_asked(graphs, options, request, study))
+    asked = list(_asked(graphs, options, request))
     if not asked:
         return ()
     fixed = request.budget.held + size_of_inputs(shared, device_of_inputs(shared))
@@ -108,13 +106,10 @@ def plan_in_order(
 
 
 def _asked(
-    graphs: Iterable[GraphAndInputs],
-    options: Options,
-    request: Request,
-    study: session.Study | None,
+    graphs: Iterable[GraphAndInputs], options: Options, request: Request
 ) -> Iterable[_Asked]:
     for gm, inputs in graphs:
-        graph = Graph(None, gm, inputs, options, None, study=study)
+        graph = Graph(None, gm, inputs, options, None)
         own = for_inputs(request, inputs)
         try:
             yield _Asked(graph, own, graph.as_part(own, 1))

@@ -240,7 +240,7 @@ def _planned(
         if more or together:
             together.append((inline_regions(copy_module(gm)), example_inputs))
         else:
-            compiled, report = plan_only(gm, example_inputs, options, study)
+            compiled, report = plan_only(gm, example_inputs, options)
             found.extend([] if report is None else [report])
 
         def run(*given: Any) -> Any:
@@ -252,7 +252,7 @@ def _planned(
 
     with (
         as_planned(model, (inputs, keywords)) as (args, kwargs),
-        session.separate(),
+        session.separate(study),
         fresh_dynamo_caches(),
         uncollected(),  # a fifth of the time
     ):
@@ -262,7 +262,7 @@ def _planned(
             if together:
                 total = total_bytes(device_of_inputs(together[0][1]))
                 parsed = parse_options(options, device_total_bytes=total)
-                found.extend(plan_in_order(together, parsed, study))
+                found.extend(plan_in_order(together, parsed))
         except Exception as error:
             inner = getattr(error, "inner_exception", None)
             if isinstance(inner, FxrematError):
