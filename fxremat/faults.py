@@ -138,7 +138,7 @@ def _tell(what: str, fault: Exception, asked: Request, about: Callable[[], str])
     versions = f"fxremat {build()}, torch {torch.__version__}"
     text = "\n".join([versions, told, repr(asked), about()])
     name = hashlib.sha256(text.encode()).hexdigest()[:16]
-    path = Path(cache_directory()) / "fxremat" / "faults" / f"{name}.txt"
+    path = cache_directory() / "faults" / f"{name}.txt"
     write_whole(path, text)
     warning = LeftOut(what, f"{type(fault).__name__}: {fault}".split("\n")[0], str(path))
     log.info("%s", warning)

@@ -75,7 +75,7 @@ def test_a_least_that_is_known_is_obeyed_by_a_search_that_misses_it(
     with inductor_config.patch(force_disable_caches=known == "not on disk"):
         least = least_of(model, x, **EAGER)
         if known == "planned":  # what the error named is forgotten, here alone: tests share a cache
-            monkeypatch.setattr(known_least, "cache_directory", lambda: str(tmp_path))
+            monkeypatch.setattr(known_least, "cache_directory", lambda: tmp_path)
             fxremat.explain(model, x, memory_budget=f"{least}B", options=EAGER)
         monkeypatch.setattr(Search, "_least", of_everything_kept)
         monkeypatch.setattr(Search, "_under", of_everything_kept)

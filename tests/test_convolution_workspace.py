@@ -138,7 +138,7 @@ def test_a_call_far_from_the_peak_is_left_alone() -> None:
 
 def test_parts_need_less_workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In float64 the CPU lays out the columns of all images."""
-    monkeypatch.setattr("fxremat.cost.workspaces.cache_directory", lambda: str(tmp_path))
+    monkeypatch.setattr("fxremat.cost.workspaces.cache_directory", lambda: tmp_path)
     spaces = Workspaces(torch.device("cpu"))
     x, weight = torch.ones(16, 8, 16, 16).double(), torch.ones(8, 8, 3, 3).double()
     how = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)

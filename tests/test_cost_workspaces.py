@@ -34,7 +34,7 @@ ARGS = (GRADIENT, IMAGE, WEIGHT, [8], ONES, ONES, ONES, False, NONE, 1, [True, T
 
 @pytest.fixture(autouse=True)
 def _own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fxremat.cost.workspaces.cache_directory", lambda: str(tmp_path))
+    monkeypatch.setattr("fxremat.cost.workspaces.cache_directory", lambda: tmp_path)
     workspaces._tell_once.cache_clear()
 
 

@@ -211,8 +211,8 @@ def test_code_that_cannot_run_without_data_is_planned_with_a_warning(
 @pytest.fixture
 def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Where dry runs are kept."""
-    monkeypatch.setattr("fxremat.compile.search.candidates.cache_directory", lambda: str(tmp_path))
-    return tmp_path / "fxremat" / "dry_runs"
+    monkeypatch.setattr("fxremat.compile.search.candidates.cache_directory", lambda: tmp_path)
+    return tmp_path / "dry_runs"
 
 
 @pytest.fixture

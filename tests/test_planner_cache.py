@@ -183,8 +183,8 @@ def test_what_was_interrupted_is_not_kept(tmp_path: Path, problem: Problem) -> N
 
 @pytest.fixture
 def plans(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    monkeypatch.setattr("fxremat.compile.search.planning.cache_directory", lambda: str(tmp_path))
-    return tmp_path / "fxremat" / "plans"
+    monkeypatch.setattr("fxremat.compile.search.planning.cache_directory", lambda: tmp_path)
+    return tmp_path / "plans"
 
 
 def explain() -> Explanation:

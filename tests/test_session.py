@@ -68,7 +68,7 @@ REPORT = Report(
 
 @pytest.fixture(autouse=True)
 def _own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fxremat.compile.session.cache_directory", lambda: str(tmp_path))
+    monkeypatch.setattr("fxremat.compile.session.cache_directory", lambda: tmp_path / "fxremat")
 
 
 def test_report_text(golden: Golden) -> None:

@@ -87,10 +87,10 @@ def caches() -> list[dict[str, Any]]:
     """What is kept on disk, and how large it is."""
     from fxremat.compat.configuration import cache_directory
 
-    inductor = Path(cache_directory())
+    own = cache_directory()
     places = {
-        "Inductor's code": inductor,
-        "plans, reports, times (part of it)": inductor / "fxremat",
+        "Inductor's code": own.parent,
+        "plans, reports, times (part of it)": own,
         "digests of sources": cache_folder(),
     }
     return [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch._functorch.config as functorch_config
@@ -40,9 +41,9 @@ SCHEDULER_PASS = "_pre_fusion_custom_pass"
 PARTITIONER = "custom_partitioner_fn"
 
 
-def cache_directory() -> str:
-    """Inductor's cache directory, which honours TORCHINDUCTOR_CACHE_DIR."""
-    return str(cache_dir())
+def cache_directory() -> Path:
+    """Ours in Inductor's cache directory, which honours TORCHINDUCTOR_CACHE_DIR."""
+    return Path(cache_dir()) / "fxremat"
 
 
 def caches_disabled() -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 from torch import fx
@@ -41,7 +40,7 @@ def op_timer(
     roofline = Roofline(rates, on_cpu, request.compiled, images_last)
     if request.device.op_times != "measured" or spec is not None:
         return roofline
-    directory = Path(cache_directory()) / "fxremat"
+    directory = cache_directory()
     return Measured(CallTimes(device, directory), measured_rates(device, directory), roofline)
 
 

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -137,5 +136,4 @@ def load(key: str, graph: int) -> Report | None:
 
 
 def _kept() -> Answers:
-    """Reports, beside Inductor's own cache."""
-    return Answers(Path(cache_directory()) / "fxremat" / "reports")
+    return Answers(cache_directory() / "reports")

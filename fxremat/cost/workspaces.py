@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import logging
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -89,7 +88,7 @@ class Workspaces:
         self.images_last, self.by_inductor = images_last, by_inductor
         self.refused = 0
         """How many calls could not be run."""
-        directory = Path(cache_directory()) / "fxremat"
+        directory = cache_directory()
         self.device = device
         self.file = NumberFile(number_path(directory, device, "workspaces"))
 

@@ -9,7 +9,6 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -301,7 +300,7 @@ class Graph:
 
         def offered(asked: Request) -> Part:
             question = None if is_a_rank() or caches_disabled() else self._question(asked, count)
-            kept = Answers(Path(cache_directory()) / "fxremat" / "parts")
+            kept = Answers(cache_directory() / "parts")
             if question is not None and (known := kept.read(question)) is not None:
                 with suppress(ValueError, KeyError, TypeError):
                     return from_data(Part, known)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -159,7 +158,8 @@ class Observed:
         """Know what an earlier run has noted under this budget, where so many are counted."""
         self.counted = counted
         self.between, self.held = SQUARE * self.expected, self.held_by_loss
-        known = _answers().read(self._question()) if self._is_kept else None
+        kept = Answers(cache_directory() / "observed")
+        known = kept.read(self._question()) if self._is_kept else None
         if isinstance(known, list) and [*map(type, known)] == [int] * 3:
             between, held, counted = known
             if held >= 0 or counted == self.counted:
@@ -203,11 +203,7 @@ class Observed:
         self.held += held
         if self._is_kept:
             found = [self.between, self.held, self.counted]
-            _answers().keep(self._question(), found)
+            Answers(cache_directory() / "observed").keep(self._question(), found)
 
     def _question(self) -> Question:
         return {"graph": self.signature, "budget": self.limit, "device": self.device}
-
-
-def _answers() -> Answers:
-    return Answers(Path(cache_directory()) / "fxremat" / "observed")

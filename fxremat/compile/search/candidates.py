@@ -18,7 +18,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Literal
 
 from fxremat.compat.configuration import cache_directory
@@ -259,7 +258,7 @@ class Evaluator:
                     num_fwd_outputs=draft.num_forward_outputs,
                     device=costs.device.type,
                     workspace=costs.workspaces.blocks_of_call,
-                    directory=Path(cache_directory()) / "fxremat" / "dry_runs",
+                    directory=cache_directory() / "dry_runs",
                     with_kernels=with_kernels,
                     card=costs.request.device.card,
                 )

@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 from dataclasses import astuple
 from math import inf
-from pathlib import Path
 from typing import Any
 
 from fxremat.compat.configuration import cache_directory, caches_disabled
@@ -59,15 +58,11 @@ _UNCACHED: dict[str, Any] = {}
 """Where nothing is to be kept on disk: what is known in this process, by the question."""
 
 
-def _answers() -> Answers:
-    return Answers(Path(cache_directory()) / "fxremat" / "least")
-
-
 def _keep(question: Question, lowest: Any) -> None:
     if caches_disabled():
         _UNCACHED[question["least of"]] = lowest
     else:
-        _answers().keep(question, lowest)
+        Answers(cache_directory() / "least").keep(question, lowest)
 
 
 def _read(question: Question) -> tuple[float, Any, bool]:
@@ -75,8 +70,8 @@ def _read(question: Question) -> tuple[float, Any, bool]:
 
     What is wrong with a file costs a look.
     """
-    uncached = caches_disabled()
-    known: Any = _UNCACHED.get(question["least of"]) if uncached else _answers().read(question)
+    kept = Answers(cache_directory() / "least")
+    known = _UNCACHED.get(question["least of"]) if caches_disabled() else kept.read(question)
     try:
         return int(known["peak_bytes"]), known["decision"], known["search_ended"] is True
     except (LookupError, TypeError, ValueError):

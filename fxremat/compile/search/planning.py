@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from fxremat.compat.configuration import cache_directory, caches_disabled
 from fxremat.compile.request import Request
@@ -102,7 +101,7 @@ class Planning:
                 if caches_disabled():
                     plan, known = question.solved(), False
                 else:
-                    plan, known = question.answer(Path(cache_directory()) / "fxremat" / "plans")
+                    plan, known = question.answer(cache_directory() / "plans")
             except ProblemRefused as refused:
                 raise SolverRefused(question.solver, str(refused)) from refused
         if known:

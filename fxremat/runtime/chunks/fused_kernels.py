@@ -17,7 +17,6 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 
 import torch
 from torch import fx
@@ -299,7 +298,7 @@ def _allocates(module: fx.GraphModule, unbuilt: Callable[[], Unbuilt]) -> int:
     key = kernel_key(module)
     if key is None:
         return unbuilt().allocates
-    answers, question = Answers(Path(cache_directory()) / "fxremat" / "kernels"), {"kernel": key}
+    answers, question = Answers(cache_directory() / "kernels"), {"kernel": key}
     known = answers.read(question)
     if not isinstance(known, int):
         known = unbuilt().allocates
