@@ -16,8 +16,7 @@ from torch import fx, nn
 import fxremat
 from benchmarks import copying
 from fxremat.compat.configuration import CUDAGRAPHS
-from fxremat.compile.driver import patches_with_partitioner
-from fxremat.compile.partitioner import Partitioner
+from fxremat.compile.driver import patches_for
 from fxremat.compile.request import Budget, Request
 from fxremat.core.problem import Problem
 from fxremat.core.timeline import replay
@@ -230,8 +229,7 @@ def test_cudagraphs_are_off_with_a_message(what: str, caplog: pytest.LogCaptureF
     allocator = AllocatorSettings() if what == "a budget" else None
     request = Request(Budget(asked, allocator=allocator))
     with caplog.at_level(logging.WARNING):
-        ours = Partitioner(request, "0")
-        patches = patches_with_partitioner(options, ours, "reduce-overhead", inputs)
+        patches = patches_for(options, request, "reduce-overhead", inputs)
     assert patches[CUDAGRAPHS] is False
     assert ("cudagraphs are off" in caplog.text) == (what != "the CPU")
 

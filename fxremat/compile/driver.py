@@ -88,14 +88,6 @@ def patches_for(
     }
 
 
-def patches_with_partitioner(
-    options: Options, partitioner: Partitioner, mode: str | None, inputs: Sequence[Any]
-) -> dict[str, Any]:
-    """The same with our partitioner."""
-    patches = patches_for(options, partitioner.request, mode, inputs)
-    return {**patches, PARTITIONER: partitioner}
-
-
 def compile_graph(
     gm: fx.GraphModule, inputs: Sequence[Any], options: Options, partitioner: Partitioner,
     patches: dict[str, Any],
@@ -104,7 +96,7 @@ def compile_graph(
         return compile_with_aot_eager(gm, inputs, partitioner)
     if device_of_inputs(inputs).type == "cpu":
         look_for_vectors()  # while the graph is traced
-    return compile_with_inductor(gm, inputs, patches)
+    return compile_with_inductor(gm, inputs, {**patches, PARTITIONER: partitioner})
 
 
 @contextmanager

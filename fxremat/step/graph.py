@@ -26,7 +26,6 @@ from fxremat.compile.driver import (
     compile_graph,
     generating,
     patches_for,
-    patches_with_partitioner,
     report_key,
     reporting,
     total_bytes,
@@ -238,7 +237,7 @@ class Graph:
         gm, partitioner = self.fresh(), Partitioner(request, build())
         key = report_key(gm, self.inputs, partitioner)
         current = session.begin()
-        patches = patches_with_partitioner(self.options, partitioner, self.mode, self.inputs)
+        patches = patches_for(self.options, request, self.mode, self.inputs)
         with reporting(self.options, current):
             compiled = compile_graph(gm, self.inputs, self.options, partitioner, patches)
             if current.report is not None:
@@ -285,8 +284,7 @@ class Graph:
         observed.recall(0)
 
         def planned(asked: Request) -> Callable[..., Any]:
-            partitioner = Partitioner(asked, build(), plan_only=True)
-            return self._trace(partitioner, partitioner)
+            return self._trace(asked, Partitioner(asked, build(), plan_only=True))
 
         def beside(asked: Request) -> Callable[..., Any]:
             asked = asked.with_budget(between=observed.between)
@@ -336,7 +334,7 @@ class Graph:
             raise Ended((copy_module(module), joint_inputs, asked))
 
         try:
-            self._trace(Partitioner(request, build()), partition)
+            self._trace(request, partition)
         except Ended as ended:
             forget_frames(ended)
             joint: Joint = ended.result
@@ -352,12 +350,12 @@ class Graph:
         )
         return other.as_part(request, count)
 
-    def _trace(self, partitioner: Partitioner, partition: Callable[..., Any]) -> Callable[..., Any]:
+    def _trace(self, request: Request, partition: Callable[..., Any]) -> Callable[..., Any]:
         """The joint graph is given to ``partition``, as when it is compiled."""
         gm = detach_results(copy_module(self.kept), self.unsent)
         if self.options.executor == "aot_eager":
             return compile_with_aot_eager(gm, self.inputs, partition)
-        patches = patches_with_partitioner(self.options, partitioner, self.mode, self.inputs)
+        patches = patches_for(self.options, request, self.mode, self.inputs)
         return traced(gm, self.inputs, patches, partition)
 
 
