@@ -50,11 +50,12 @@ def total_bytes(device: torch.device) -> int | None:
     return int(torch.cuda.get_device_properties(device).total_memory)
 
 
-def report_key(gm: fx.GraphModule, inputs: Sequence[Any], partitioner: Partitioner) -> str:
+def report_key(gm: fx.GraphModule, inputs: Sequence[Any], request: Request) -> str:
     """Names the graph, its inputs and all that a plan depends on."""
     gradients = torch.is_grad_enabled()  # without them nothing is planned
     sizes = session.sizes_of(inputs)
-    return session.digest(gm.code, sizes, gradients, partitioner.uuid(), torch.__version__)
+    plan = Partitioner(request).uuid()
+    return session.digest(gm.code, sizes, gradients, plan, torch.__version__)
 
 
 NO_POOLS = "they keep memory of their own, which no plan counts; set no memory_budget to use them"
@@ -89,14 +90,13 @@ def patches_for(
 
 
 def compile_graph(
-    gm: fx.GraphModule, inputs: Sequence[Any], options: Options, partitioner: Partitioner,
-    patches: dict[str, Any],
-) -> Callable[..., Any]:  # fmt: skip
-    if options.executor == "aot_eager":
-        return compile_with_aot_eager(gm, inputs, partitioner)
+    gm: fx.GraphModule, inputs: Sequence[Any], request: Request, patches: dict[str, Any]
+) -> Callable[..., Any]:
+    if not request.compiled:
+        return compile_with_aot_eager(gm, inputs, Partitioner(request))
     if device_of_inputs(inputs).type == "cpu":
         look_for_vectors()  # while the graph is traced
-    return compile_with_inductor(gm, inputs, {**patches, PARTITIONER: partitioner})
+    return compile_with_inductor(gm, inputs, {**patches, PARTITIONER: Partitioner(request)})
 
 
 @contextmanager

@@ -52,7 +52,6 @@ class Partitioner(CustomPartitionerFn):
     """
 
     request: Request
-    version: str
     plan_only: bool = False
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Halves:
@@ -65,7 +64,7 @@ class Partitioner(CustomPartitionerFn):
 
     def uuid(self) -> str:
         """Everything the partition depends on, as text."""
-        return repr((self.version, astuple(self.request)))
+        return repr((build(), astuple(self.request)))
 
 
 def draft_of(

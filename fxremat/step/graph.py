@@ -63,7 +63,6 @@ from fxremat.step.description import StepDescription
 from fxremat.step.promise import Observed
 from fxremat.step.sent_gradients import SentGradients
 from fxremat.step.versions import Part, part_on_all_ranks
-from fxremat.version import build
 
 log = logging.getLogger(__name__)
 
@@ -234,12 +233,11 @@ class Graph:
         return "\n".join([self.kept.code, *map(str, session.sizes_of(self.inputs))])
 
     def _compiled(self, request: Request) -> CompiledVersion:
-        gm, partitioner = self.fresh(), Partitioner(request, build())
-        key = report_key(gm, self.inputs, partitioner)
-        current = session.begin()
+        gm, current = self.fresh(), session.begin()
+        key = report_key(gm, self.inputs, request)
         patches = patches_for(self.options, request, self.mode, self.inputs)
         with reporting(self.options, current):
-            compiled = compile_graph(gm, self.inputs, self.options, partitioner, patches)
+            compiled = compile_graph(gm, self.inputs, request, patches)
             if current.report is not None:
                 session.store(key, current.report)
             else:
@@ -284,7 +282,7 @@ class Graph:
         observed.recall(0)
 
         def planned(asked: Request) -> Callable[..., Any]:
-            return self._trace(asked, Partitioner(asked, build(), plan_only=True))
+            return self._trace(asked, Partitioner(asked, plan_only=True))
 
         def beside(asked: Request) -> Callable[..., Any]:
             asked = asked.with_budget(between=observed.between)
@@ -315,7 +313,7 @@ class Graph:
 
     def _question(self, request: Request, count: int) -> Question:
         """All that the versions depend on which so many runs at once may take."""
-        key = report_key(self.kept, self.inputs, Partitioner(request, build()))
+        key = report_key(self.kept, self.inputs, request)
         bounds = [size_bound(x) for x in self.inputs if isinstance(x, torch.SymInt)]
         inductor = sorted(self.options.inductor_options().items())
         how = repr((self.options.executor, self.mode, inductor, self.unsent))
