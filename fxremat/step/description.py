@@ -62,10 +62,8 @@ class StepDescription:
     """Of parts whose graph is at hand."""
     seen_between: bool = False
     """Whether the points have what was seen between the halves."""
-    layouts: dict[tuple[int, ...], StepLayout] = field(default_factory=dict)
-    """By the versions of all runs."""
-    layouts_of: dict[tuple[int, int], StepLayout] = field(default_factory=dict)
-    """Of each part, by that and the identity of the layout of all."""
+    layouts: dict[tuple[int, ...], list[StepLayout]] = field(default_factory=dict)
+    """Of all parts, by the versions of all runs."""
 
     def reserved(
         self, chosen: Sequence[int], settings: AllocatorSettings | None
@@ -88,33 +86,28 @@ class StepDescription:
             return None
         return runs, list(self.outside(runs))
 
-    def layout(self, device: str) -> StepLayout | None:
-        """Where all runs lie in one arena; None as long as not all of them are known."""
-        if len(self.fixed) < len(self.part_of):
-            return None
-        key = tuple(self.fixed[run] for run in range(len(self.part_of)))
-        if key not in self.layouts:
-            if (known := self._events(self.fixed)) is None:
-                return None
-            runs, outside = known
-            found = arrange(runs, order_of(outside), device, outside=outside)
-            self.layouts[key] = found.layout
-        return self.layouts[key]
-
     def layout_of(self, part: int, device: str) -> StepLayout:
-        """Of the runs of a part, by their places; nowhere as long as the step is not known.
+        """Where the runs of a part lie in the arena of all; nowhere until all of them are known.
 
         The same layout is the same object, until another one is due.
         """
-        whole = self.layout(device)
-        if whole is None:
+        if len(self.fixed) < len(self.part_of):
             return NOWHERE
-        if (part, id(whole)) not in self.layouts_of:
-            of_place = {self.place_of[run]: run for run in self.runs_of(part)}
-            places = (of_place.get(place) for place in range(max(of_place) + 1))
-            runs = tuple(RunLayout() if run is None else whole.runs[run] for run in places)
-            self.layouts_of[part, id(whole)] = StepLayout(runs, whole.arena_bytes)
-        return self.layouts_of[part, id(whole)]
+        key = tuple(self.fixed[run] for run in range(len(self.part_of)))
+        if key not in self.layouts:
+            if (known := self._events(self.fixed)) is None:
+                return NOWHERE
+            runs, outside = known
+            whole = arrange(runs, order_of(outside), device, outside=outside).layout
+            self.layouts[key] = [self._at_places(own, whole) for own in range(len(self.parts))]
+        return self.layouts[key][part]
+
+    def _at_places(self, part: int, whole: StepLayout) -> StepLayout:
+        """The layout of the runs of a part, by their places."""
+        of_place = {self.place_of[run]: run for run in self.runs_of(part)}
+        places = (of_place.get(place) for place in range(max(of_place) + 1))
+        runs = tuple(RunLayout() if run is None else whole.runs[run] for run in places)
+        return StepLayout(runs, whole.arena_bytes)
 
     def offer(self, part: int, offers: Iterable[Offer]) -> None:
         """From now on the part offers these versions."""
