@@ -95,7 +95,7 @@ def plan_graph(draft: Draft, request: Request, current: Session) -> Halves:
     costs = cost_model(request, draft.module.graph, f"graph {current.graph}")
     runner = Runner(costs, times)
     prepared = runner.run("prepare", PREPARE, draft)
-    evaluator, graphs = Evaluator(runner, draft.plan_only), GraphInVariants(runner, prepared)
+    evaluator, graphs = Evaluator(runner), GraphInVariants(runner, prepared)
     found = _searched(Search(Planning(request, times), evaluator, graphs))
     refusal = refusal_of(found, request)
     if refusal is None and not draft.plan_only:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import fx
@@ -22,17 +22,8 @@ from fxremat.passes.joint_graph import JointGraph, root
 from fxremat.passes.memory_estimation import TANGENTS, nbytes
 
 
-@dataclass(frozen=True)
-class PlannedRun:
-    """A version as planned, the peak of its graph, and what is live between its halves."""
-
-    version: Version
-    peak_bytes: int
-    between_bytes: int
-
-
-def planned_run(draft: Draft, plan: Plan, request: Request) -> PlannedRun:
-    """What a plan takes, by the replay of its steps."""
+def planned_run(draft: Draft, plan: Plan, request: Request) -> tuple[Version, int, int]:
+    """What a plan takes, its peak, and what is live between its halves, by its replay."""
     problem = with_between(draft.estimate.problem, 0)
     line = replay(problem, plan.steps)
     between = plan.steps.index(TANGENTS)
@@ -41,7 +32,7 @@ def planned_run(draft: Draft, plan: Plan, request: Request) -> PlannedRun:
         passed = _passed_on(problem, draft.joint, parameters)
         dropped = replay(passed, plan.steps).live_bytes[between + 1 :]
     figures = _figures(draft, plan, parameters, live[:between], live[between:], dropped)
-    return PlannedRun(figures, line.peak_bytes, line.live_bytes[between])
+    return figures, line.peak_bytes, line.live_bytes[between]
 
 
 def _passed_on(problem: Problem, joint: JointGraph, parameters: Sequence[int]) -> Problem:
@@ -67,7 +58,7 @@ def _passed_on(problem: Problem, joint: JointGraph, parameters: Sequence[int]) -
 def version_of(draft: Draft, plan: Plan, shown: DryRun | None, request: Request) -> Version:
     """What a plan takes as a version of its part, by its dry run if there was one."""
     if shown is None:
-        return planned_run(draft, plan, request).version
+        return planned_run(draft, plan, request)[0]
     parameters = request.inputs.parameters
     live = list(zip(shown.computed, shown.live_bytes, strict=True))
     between = {TANGENTS, *(node.name for node in draft.joint.tangents)}  # what others hold then

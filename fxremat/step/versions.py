@@ -202,9 +202,8 @@ def offers_of(draft: Draft, request: Request, count: int) -> Part:
         return request.budget.own - (count - 1) * (saved_limit - own.resident + own.given)
 
     for found, plan in _plans(planning, graphs, left):
-        run = planned_run(found, plan, request)
-        offer = Offer(run.version, run.peak_bytes, run.peak_bytes - run.between_bytes)
-        offers.setdefault(offer.version, offer)
+        version, peak, between = planned_run(found, plan, request)
+        offers.setdefault(version, Offer(version, peak, peak - between))
     return Part(own, tuple(offers.values()))
 
 

@@ -285,7 +285,7 @@ class _Fitting:
                     with fake_mode_of(one.graph):  # random states of checkpointed ops are made
                         return torch_partition(one, joint_inputs, **kwargs)
 
-                draft = Draft(module, kwargs["num_fwd_outputs"], static, as_torch_does)
+                draft = Draft(module, kwargs["num_fwd_outputs"], static, as_torch_does, True)
                 there = partial(generating, module, patches)
                 with apart_from_tracing():
                     try:

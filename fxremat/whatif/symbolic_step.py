@@ -195,7 +195,7 @@ class SymbolicStep:
         values = {symbol: sizes[name] for symbol, name in self.names.items()}
         module, kept = torch_with_numbers(self.given.module, values)
         static = tuple(kept.index(k) for k in self.given.static if k in kept)
-        draft = Draft(module, self.given.num_forward_outputs, static, self.given.partition)
+        draft = replace(self.given, module=module, static=static)
         request = self.costs.request
         with self.there():
             made: SymbolicStep = joint_passes(
@@ -231,7 +231,7 @@ class SymbolicStep:
         @with_stack_room
         def dry_run_peak() -> int:
             with self.there():
-                return Evaluator(runner, plan_only=True).evaluate(best).peak_bytes
+                return Evaluator(runner).evaluate(best).peak_bytes
 
         return Expected(best.plan.peak_bytes, best.plan.time_us, dry_run_peak)
 

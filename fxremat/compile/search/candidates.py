@@ -217,7 +217,6 @@ class Evaluator:
     """
 
     runner: Runner
-    plan_only: bool = False
     seen: dict[Any, Evaluation] = field(default_factory=dict)
 
     def evaluate(self, candidate: Candidate) -> Evaluation:
@@ -229,13 +228,13 @@ class Evaluator:
         if not candidate.order.startswith("torch"):
             draft = replace(draft, planned=(candidate.plan.steps, candidate.held))
             draft = self.runner.run("apply", APPLY, draft)
-        if not self.plan_only:
+        if not draft.plan_only:
             draft = self.runner.run("kernels", BEGIN, draft)
         request = self.runner.costs.request
         shown = None
         if request.compiled and request.budget.target is not None:
             likely = candidate.plan.peak_bytes <= request.budget.target
-            shown = self._dry_run(draft, with_kernels=likely and not self.plan_only)
+            shown = self._dry_run(draft, with_kernels=likely and not draft.plan_only)
         peak, taken = _counted(candidate.plan, shown, request)
         made = self.seen[candidate.key] = Evaluation(candidate, draft, peak, shown, taken)
         log.debug(
