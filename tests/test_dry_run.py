@@ -17,7 +17,13 @@ import fxremat
 from fxremat.compat.configuration import inductor_config
 from fxremat.compat.inductor.generated_code import Generated
 from fxremat.compat.tensors import without_memory
-from fxremat.compile.dry_run.dry_run import AllocatorEvents, DryRun, dry_run, dry_run_once
+from fxremat.compile.dry_run.dry_run import (
+    AllocatorEvents,
+    DryRun,
+    GeneratedStep,
+    dry_run_once,
+    generate_step,
+)
 from fxremat.compile.dry_run.meter import CodeMeter, Workspace
 from fxremat.core.events import Allocate, Free, Given, RunEvents
 from fxremat.core.json_data import from_data, to_data
@@ -124,8 +130,7 @@ def test_what_the_caller_holds_is_there_to_the_end() -> None:
     """Inputs, the result, and the incoming gradient, which the last product does not need."""
 
     def step(forward: Any, backward: Any) -> DryRun:
-        asked: dict[str, Any] = {"num_fwd_outputs": 1, "device": "cpu", "workspace": lambda *_: ()}
-        return dry_run(forward, backward, **asked)
+        return generate_step(forward, backward, num_fwd_outputs=1).dry_run("cpu", lambda *_: ())
 
     weights = {name: nn.Parameter(torch.ones(64, 64)) for name in ("first", "second")}
     products = Net(lambda net, x: x @ net.first @ net.second, **weights)
@@ -216,15 +221,15 @@ def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[DryRun]:
-    """The dry runs that were really made."""
+def made(monkeypatch: pytest.MonkeyPatch) -> list[GeneratedStep]:
+    """The steps whose code was really generated, to be run."""
     found = []
 
     def noting(*args: Any, **kwargs: Any) -> Any:
-        found.append(dry_run(*args, **kwargs))
+        found.append(generate_step(*args, **kwargs))
         return found[-1]
 
-    monkeypatch.setattr("fxremat.compile.dry_run.dry_run.dry_run", noting)
+    monkeypatch.setattr("fxremat.compile.dry_run.dry_run.generate_step", noting)
     return found
 
 

@@ -24,7 +24,7 @@ from fxremat.compat.joint_graph import copy_module, donatable, donate, is_tangen
 from fxremat.compat.tensors import on_host_without_memory, without_memory
 from fxremat.compile import session
 from fxremat.compile.driver import generating, patches_for, total_bytes, traced
-from fxremat.compile.dry_run.dry_run import dry_run
+from fxremat.compile.dry_run.dry_run import generate_step
 from fxremat.compile.dry_run.meter import CodeMeter
 from fxremat.compile.partitioner import draft_of, plan_graph
 from fxremat.compile.request import request_for
@@ -78,13 +78,8 @@ class TracedModel:
             forward, backward = torch_partition(self.joint, self.joint_inputs, **self.asked)
             outputs = self.asked["num_fwd_outputs"]
             donate(backward, donatable(forward, backward, outputs))
-            found = dry_run(
-                forward,
-                backward,
-                num_fwd_outputs=outputs,
-                device=CUDA.type,
-                workspace=scratch_of_card().blocks_of_call,
-            )
+            step = generate_step(forward, backward, num_fwd_outputs=outputs)
+            found = step.dry_run(CUDA.type, scratch_of_card().blocks_of_call)
         assert found.allocator.as_run is not None
         return found.allocator.as_run
 

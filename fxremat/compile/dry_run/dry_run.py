@@ -155,6 +155,7 @@ class GeneratedStep:
         return _run(self, CodeMeter(device=device, workspace=workspace))
 
 
+@uncollected()  # a fifth of the time; what the code drops needs no collector
 def generate_step(
     forward: fx.GraphModule,
     backward: fx.GraphModule,
@@ -186,19 +187,6 @@ def generate_step(
     return GeneratedStep(forward, backward, num_fwd_outputs, saved, first, second)
 
 
-@uncollected()  # a fifth of the time; what the code drops needs no collector
-def dry_run(
-    forward: fx.GraphModule,
-    backward: fx.GraphModule,
-    *,
-    device: str,
-    workspace: Workspace,
-    **asked: Any,
-) -> DryRun:
-    """Generate the code of a training step and run it: `generate_step`, then its dry run."""
-    return generate_step(forward, backward, **asked).dry_run(device, workspace)
-
-
 def dry_run_once(
     forward: fx.GraphModule,
     backward: fx.GraphModule,
@@ -206,10 +194,11 @@ def dry_run_once(
     directory: Path,
     num_fwd_outputs: int,
     device: str,
+    workspace: Workspace,
+    with_kernels: bool = False,
     card: str | None = None,
-    **asked: Any,
 ) -> DryRun:
-    """`dry_run`, or what it gave for the same graphs before.
+    """The code generated and run, or what that gave for the same graphs before.
 
     Equal are graphs that Inductor would take from its own cache, under the same configuration, in
     the same version of torch; the workspace is taken to be that of the device. ``card`` is the name
@@ -220,7 +209,10 @@ def dry_run_once(
     if question is not None:
         with suppress(InvalidData):
             return from_data(DryRun, answers.read(question))
-    found = dry_run(forward, backward, num_fwd_outputs=num_fwd_outputs, device=device, **asked)
+    step = generate_step(
+        forward, backward, num_fwd_outputs=num_fwd_outputs, with_kernels=with_kernels
+    )
+    found = step.dry_run(device, workspace)
     if question is not None:
         answers.keep(question, to_data(replace(found, code=None)))
     return found
