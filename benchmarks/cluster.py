@@ -103,7 +103,8 @@ def step_of(
     own = block.part.interface
     part = replace(block.part, interface=replace(own, left=0))
     held = resident + pipeline.buffers_size - block.parameters * HALF.itemsize  # the part's own
-    step = replace(pipeline.step([part], held), versions=(block.within(way),))
+    part_of = (0,) * pipeline.runs
+    step = Step(pipeline.points([part], held, part_of), part_of, (block.within(way),))
     return step if head is None else with_head(step, head.within(way))
 
 

@@ -169,10 +169,7 @@ def _reached(ask: Callable[..., Any], what: str, *given: Any) -> Any:
 def _received(store: Any, what: str, key: str, rank: int | None) -> Any:
     """What another rank has left there, as JSON data; it may be long in coming."""
     limit, end = session.STATE.rank_timeout, time.monotonic() + session.STATE.rank_timeout
-    try:
-        while not has_within(store, key, min(1.0, max(0.01, end - time.monotonic()))):
-            if time.monotonic() >= end:
-                raise RankMissing(what, limit, rank)
-        return json.loads(store.get(key))
-    except ConnectionError as error:
-        raise RankMissing(what, 0, None, f"the store cannot be reached: {error}") from error
+    while not _reached(has_within, what, store, key, min(1.0, max(0.01, end - time.monotonic()))):
+        if time.monotonic() >= end:
+            raise RankMissing(what, limit, rank)
+    return json.loads(_reached(store.get, what, key))

@@ -329,10 +329,8 @@ def _of_pipeline(
         parts.append(followed_by(part, given))
         part_of = [int(place % blocks > 0) for place in places]
         held, followed = held - given, given
-    step = pipeline.step(parts, held, part_of)
-    found = StepDescription(step.points, step.part_of, tuple(places), parts)
-    found.followers_given = followed
-    return found
+    points = pipeline.points(parts, held, part_of)
+    return StepDescription(points, tuple(part_of), tuple(places), parts, followers_given=followed)
 
 
 def see_split_parts(

@@ -27,7 +27,7 @@ from fxremat.compat.pipelining import (
     running_pipeline,
     shown_stages,
 )
-from fxremat.core.step import Step, StepPoint
+from fxremat.core.step import StepPoint
 from fxremat.memory.storages import storage_bytes
 from fxremat.step.versions import Part
 
@@ -119,20 +119,18 @@ class Pipeline:
         """
         return self.stages[0].blocks if len(self.stages) == 1 else None
 
-    def step(
-        self, parts: Sequence[Part], held_bytes: int, part_of: Sequence[int] | None = None
-    ) -> Step:
+    def points(
+        self, parts: Sequence[Part], held_bytes: int, part_of: Sequence[int]
+    ) -> tuple[StepPoint, ...]:
         """The points of a step; ``held_bytes`` are live all the time beside a part's inputs.
 
-        Where ``part_of`` is given, it says of which of the ``parts`` the run at each place is.
+        ``part_of`` says of which of the ``parts`` the run at each place is.
         """
-        part_of = (0,) * self.runs if part_of is None else tuple(part_of)
         walk = _Walk(self, parts, part_of, held_bytes)
         for forward, stage in self.order:
             (walk.forward if forward else walk.backward)(stage)
         walk.end()
-        versions = (tuple(offer.version for offer in part.offers) for part in parts)
-        return Step(tuple(walk.points), part_of, tuple(versions))
+        return tuple(walk.points)
 
 
 @dataclass
