@@ -198,7 +198,7 @@ def _placed(graph: Graph, compiled: Sequence[nn.Module]) -> GraphInStep:
         request = request.with_inputs(parameters=tuple(range(places[-1].stop)))
     request = agreed(graph.kept, graph.ranks, request)
     if request.budget.limit is not None and splits_for_ddp():
-        see_split_parts(request, context.left_bytes, graph.of_another)
+        see_split_parts(request, context.left_bytes, graph)
         role = _role_of(graph)
     if role.described is not None and role.looked_at:
         known = role.described.request

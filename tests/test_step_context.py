@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 import fxremat
-from fxremat.core.step import Gathered, Interface, Step, Version, in_order, last_first
+from fxremat.core.step import Gathered, Interface, Version, in_order, last_first
 from fxremat.memory.arena import Arena
 from fxremat.options import Options
 from fxremat.planner.step_versions import fastest
 from fxremat.step import context, scope
 from fxremat.step import scope as scopes
-from fxremat.step.description import StepDescription, repeated
+from fxremat.step.description import StepDescription, repeated_step
 from fxremat.step.versions import Offer, Part, followed_by
 from tests.end_to_end import Steps
 from tests.ranks import Blocks
@@ -103,18 +103,11 @@ def part_of(given: int) -> Part:
     return Part(Interface(200 + given, given, 50, 50, 20), (Offer(version, 0, 0),))
 
 
-def step_of(parts: list[Part], part_of: list[int], *, either_order: bool = False) -> Step:
-    """A step in which the runs wait at once, beside 100 bytes."""
-    points = repeated([part.interface for part in parts], part_of, 100, either_order=either_order)
-    versions = (tuple(offer.version for offer in part.offers) for part in parts)
-    return Step(points, tuple(part_of), tuple(versions))
-
-
 @pytest.mark.parametrize(("kept", "again"), [(0, 7), (7, 0), (3, 7)])
 def test_neighbours_of_a_run_are_gathered_in_the_backward(kept: int, again: int) -> None:
     """Unless all of their parameters stay while they wait; a part of these may."""
     gathered = Gathered(ahead=7, sent=8, kept=kept)
-    points = repeated([part_of(0).interface], [0, 0, 0], 100, gathered)
+    points = in_order([part_of(0).interface], [0, 0, 0], last_first(3), 100, gathered)
     forward = [107, 107 + kept, 107 + 2 * kept, 207 + 3 * kept]
     backward = [150 + again + 2 * kept, 178 + again + kept, 198]
     assert [point.outside_bytes for point in points] == forward + backward
@@ -124,7 +117,7 @@ def test_blocks_that_follow_hold_what_they_are_given() -> None:
     first = part_of(0)
     others = followed_by(first, 50)
     assert others.interface.given == 50
-    step = step_of([first, others], [0, 1, 1])
+    step = repeated_step(first, range(3), -100, followers_given=50).step()
     assert [point.outside_bytes for point in step.points] == [100, 150, 150, 200, 150, 170, 190]
     last = step.points[4]
     assert step.bytes_at(last, [0, 0, 0]) == 150 + 1000 + 1050 + 5050
@@ -133,11 +126,11 @@ def test_blocks_that_follow_hold_what_they_are_given() -> None:
 def test_micro_batches_may_go_backward_in_turn() -> None:
     """Of two versions the one that saves more may wait while the other runs backward."""
     little, much = Version(2.0, 1000, 3000, 5000), Version(1.0, 4000, 4500, 6000)
-    part = Part(Interface(200, 0, 50, 50, 20), (Offer(little, 0, 0), Offer(much, 0, 0)))
-    last_first = step_of([part], [0, 0])
-    assert last_first.peak_bytes([0, 1]) == 150 + 1000 + 6000
-    assert last_first.peak_bytes([1, 0]) == 150 + 4000 + 5000
-    either = step_of([part], [0, 0], either_order=True)
+    part = Part(Interface(0, 0, 50, 50, 20), (Offer(little, 0, 0), Offer(much, 0, 0)))
+    last = repeated_step(part, range(2), 100).step()
+    assert last.peak_bytes([0, 1]) == 150 + 1000 + 6000
+    assert last.peak_bytes([1, 0]) == 150 + 4000 + 5000
+    either = repeated_step(part, range(2), 100, either_order=True).step()
     assert either.peak_bytes([0, 1]) == either.peak_bytes([1, 0]) == 150 + 4000 + 5000
     assert [point.outside_bytes for point in either.points[3:]] == [150, 170, 150, 170]
 

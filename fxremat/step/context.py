@@ -4,13 +4,13 @@ step as it is taken to be before it has run."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import ref
 
 import torch
-from torch import fx, nn
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from fxremat.compat.backward import backward_drops_gradients, hooks_on_what_is_saved
@@ -19,12 +19,12 @@ from fxremat.compat.ranks import Shards, parts_split_for_ddp, shards_of
 from fxremat.compat.tensors import is_dtensor
 from fxremat.compile import session
 from fxremat.compile.request import Request, for_inputs
-from fxremat.core.step import NOTHING_GATHERED, Gathered, is_number
+from fxremat.core.step import NOTHING_GATHERED, Gathered, in_order, is_number, last_first
 from fxremat.memory.storages import storage_bytes
 from fxremat.options import Options
 from fxremat.passes.memory_estimation import nbytes
-from fxremat.step.description import StepDescription, repeated, repeated_step
-from fxremat.step.graph import NoBackward, Place
+from fxremat.step.description import StepDescription, repeated_step
+from fxremat.step.graph import Graph, NoBackward, Place
 from fxremat.step.pipelines import Pipeline, pipeline_of
 from fxremat.step.promise import LOSS_BYTES, Tensors
 from fxremat.step.scope import BudgetScope, Neighbours
@@ -333,11 +333,7 @@ def _of_pipeline(
     return StepDescription(points, tuple(part_of), tuple(places), parts, followers_given=followed)
 
 
-def see_split_parts(
-    request: Request,
-    left_bytes: int | None,
-    look_at: Callable[[fx.GraphModule, Sequence[Any], Request, int], Part],
-) -> None:
+def see_split_parts(request: Request, left_bytes: int | None, graph: Graph) -> None:
     """Have the session know the step of a graph that Dynamo splits for DDP, before any is compiled.
 
     Its parts run forward one after the other, and backward in the opposite order: so their versions
@@ -350,7 +346,8 @@ def see_split_parts(
         if len(graphs) < 2:
             return
         parts = [
-            look_at(gm, inputs, for_inputs(request, inputs), len(graphs)) for gm, inputs in graphs
+            graph.of_another(gm, inputs, for_inputs(request, inputs), len(graphs))
+            for gm, inputs in graphs
         ]
     except NoBackward:
         return
@@ -364,7 +361,8 @@ def see_split_parts(
     if is_number(last.results):  # a loss, which stays with its gradient to the end
         outside += last.results + last.incoming
     part_of = tuple(range(len(parts)))
-    points = repeated([part.interface for part in parts], part_of, outside)
+    order = last_first(len(parts))
+    points = in_order([part.interface for part in parts], part_of, order, outside)
     seen = StepDescription(points, part_of, part_of, parts, request)  # they share the places
     for index, (gm, inputs) in enumerate(graphs):
         session.STATE.seen[session.signature(gm, inputs)] = seen, index

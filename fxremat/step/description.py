@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import attrgetter
 
 from fxremat.compile.constants import DRY_RUNS
 from fxremat.compile.request import Budget, Request
@@ -18,7 +19,6 @@ from fxremat.core.layout import NOWHERE, RunLayout, StepLayout
 from fxremat.core.step import (
     NOTHING_GATHERED,
     Gathered,
-    Interface,
     Step,
     StepPoint,
     Version,
@@ -174,16 +174,17 @@ class StepDescription:
         versions that save more may need less: more of what is free fits. So from those of the least
         peak on, faster ones are tried that allocate less and less.
         """
-        best = min((self._needed(way, budget, reserved) for way in lowest_ways(budget)), key=_need)
+        ways = (self._needed(way, budget, reserved) for way in lowest_ways(budget))
+        best = min(ways, key=attrgetter("budget_bytes"))
         aim = best.budget_bytes - budget.autotune
         for _ in range(DRY_RUNS if budget.metric == "reserved" else 0):
             fastest = planner.fastest(self.step(), aim)
             if fastest is None:
                 break
-            found = self._needed(partial(_these, fastest), budget, reserved)
+            found = self._needed(lambda step, these=fastest: these, budget, reserved)
             over = max(1, found.budget_bytes - best.budget_bytes)
             aim = min(aim, self.step().peak_bytes(fastest)) - over
-            best = min(best, found, key=_need)
+            best = min(best, found, key=attrgetter("budget_bytes"))
         return best
 
     def enough_at(self, points: tuple[StepPoint, ...], least: LeastVersions, budget: Budget) -> int:
@@ -389,35 +390,6 @@ def _by_itself(step: Step) -> Step:
     return replace(step, points=points)
 
 
-def _these(chosen: planner.Chosen, step: Step) -> planner.Chosen:
-    return chosen
-
-
-def _need(versions: LeastVersions) -> int:
-    return versions.budget_bytes
-
-
-def repeated(
-    parts: Sequence[Interface],
-    part_of: Sequence[int],
-    outside_bytes: int,
-    gathered: Gathered = NOTHING_GATHERED,
-    *,
-    either_order: bool = False,
-) -> tuple[StepPoint, ...]:
-    """The points of a step in which some runs wait at once, and the last goes backward first.
-
-    In ``either_order`` the first may be the first, too, as where micro-batches go backward in turn.
-    The rest is as in `in_order`.
-    """
-    count = len(part_of)
-    points = in_order(parts, part_of, last_first(count), outside_bytes, gathered)
-    if either_order:
-        in_turn = in_order(parts, part_of, first_first(count), outside_bytes, gathered)
-        points += tuple(one for one in in_turn if one.phase == "backward")
-    return points
-
-
 def repeated_step(
     part: Part,
     places: Sequence[int],
@@ -433,7 +405,8 @@ def repeated_step(
 
     The runs ``before`` wait already, each of a part of its own. Of the gradients of a run
     ``left_bytes`` stay; None: all that are no inputs' of its own. All runs but the first are of
-    blocks that are given ``followers_given``, if it is not None.
+    blocks that are given ``followers_given``, if it is not None. The last run goes backward first;
+    in ``either_order`` the first may, too, as where micro-batches go backward in turn.
     """
     part = part.leaving(left_bytes)
     parts, own = [part, *before], [0] * len(places)
@@ -447,9 +420,13 @@ def repeated_step(
     def outside_of(runs: Sequence[RunEvents]) -> Iterable[Outside]:
         return repeated_outside(len(runs), runs[0], there, left_bytes)
 
-    interfaces = [part.interface for part in parts]
+    interfaces, count = [part.interface for part in parts], len(part_of)
+    points = in_order(interfaces, part_of, last_first(count), outside, gathered)
+    if either_order:
+        in_turn = in_order(interfaces, part_of, first_first(count), outside, gathered)
+        points += tuple(one for one in in_turn if one.phase == "backward")
     return StepDescription(
-        repeated(interfaces, part_of, outside, gathered, either_order=either_order),
+        points,
         part_of,
         (*range(len(before)), *places),
         parts,

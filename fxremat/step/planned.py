@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -28,8 +29,6 @@ from fxremat.step.description import StepDescription
 from fxremat.step.graph import Graph, NoBackward
 from fxremat.step.versions import Offer, Part, version_in
 
-GraphAndInputs = tuple[fx.GraphModule, Sequence[Any]]
-
 
 @dataclass(frozen=True)
 class _Asked:
@@ -51,7 +50,7 @@ class _Asked:
 
 
 def plan_in_order(
-    graphs: Sequence[GraphAndInputs],
+    graphs: Sequence[tuple[fx.GraphModule, Sequence[Any]]],
     options: Options,
     *,
     neighbours: int = 0,
@@ -65,7 +64,11 @@ def plan_in_order(
     shared = _given_from_outside(inputs for _, inputs in graphs)
     request = request_for(shared, options, neighbours=neighbours)
     request = request.with_inputs(gradients_stay=gradients_stay)
-    asked = list(_asked(graphs, options, request))
+    asked = list[_Asked]()
+    for gm, inputs in graphs:
+        graph, own = Graph(None, gm, inputs, options, None), for_inputs(request, inputs)
+        with suppress(NoBackward):
+            asked.append(_Asked(graph, own, graph.as_part(own, 1)))
     if not asked:
         return ()
     fixed = request.budget.held + size_of_inputs(shared, device_of_inputs(shared))
@@ -103,18 +106,6 @@ def plan_in_order(
     reports = _planned(step, asked, chosen, fixed)
     nbytes = max(nbytes, request.budget.optimizer_step)
     return tuple(replace(report, step_peak_bytes=nbytes) for report in reports)
-
-
-def _asked(
-    graphs: Iterable[GraphAndInputs], options: Options, request: Request
-) -> Iterable[_Asked]:
-    for gm, inputs in graphs:
-        graph = Graph(None, gm, inputs, options, None)
-        own = for_inputs(request, inputs)
-        try:
-            yield _Asked(graph, own, graph.as_part(own, 1))
-        except NoBackward:
-            continue
 
 
 def _planned(
