@@ -26,12 +26,14 @@ Question = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Answers:
-    """A directory of answers, one file each."""
+    """A directory of answers, one file each; a question that is None has none, and is not kept."""
 
     directory: Path
 
-    def read(self, question: Question) -> Any:
+    def read(self, question: Question | None) -> Any:
         """The answer, None where there is none."""
+        if question is None:
+            return None
         path, asked = self._asked(question)
         with suppress(OSError, ValueError, KeyError, TypeError):
             data = json.loads(path.read_text(encoding="utf-8"))
@@ -39,10 +41,11 @@ class Answers:
                 return data["answer"]
         return None
 
-    def keep(self, question: Question, answer: Any) -> None:
+    def keep(self, question: Question | None, answer: Any) -> None:
         """Write an answer; a directory that cannot be written is no reason to fail."""
-        path, asked = self._asked(question)
-        write_whole(path, json.dumps({**asked, "answer": answer}))
+        if question is not None:
+            path, asked = self._asked(question)
+            write_whole(path, json.dumps({**asked, "answer": answer}))
 
     def _asked(self, question: Question) -> tuple[Path, dict[str, Any]]:
         """The file of an answer, and what it says of the question."""

@@ -295,15 +295,12 @@ class Graph:
         """The versions that it may take, kept on disk: they need a trace. Raises `NoBackward`."""
 
         def offered(asked: Request) -> Part:
-            question = None if is_a_rank() or caches_disabled() else self._question(asked, count)
-            kept = Answers(cache_directory() / "parts")
-            if question is not None and (known := kept.read(question)) is not None:
-                with suppress(ValueError, KeyError, TypeError):
-                    return from_data(Part, known)
+            kept, question = Answers(cache_directory() / "parts"), self._question(asked, count)
+            with suppress(ValueError, KeyError, TypeError):
+                return from_data(Part, kept.read(question))
             with self._drafted(asked) as draft:
                 part = part_on_all_ranks(draft, asked, count)
-            if question is not None:
-                kept.keep(question, to_data(part))
+            kept.keep(question, to_data(part))
             return part
 
         part = self._made(request, offered)
@@ -311,8 +308,10 @@ class Graph:
         held = own.given if self.unsent else 0  # to run again, who holds a result holds that
         return replace(part, interface=replace(own, results=own.results + held))
 
-    def _question(self, request: Request, count: int) -> Question:
-        """All that the versions depend on which so many runs at once may take."""
+    def _question(self, request: Request, count: int) -> Question | None:
+        """All that the versions depend on which so many runs may take; None: they are not kept."""
+        if is_a_rank() or caches_disabled():
+            return None
         key = report_key(self.kept, self.inputs, request)
         bounds = [size_bound(x) for x in self.inputs if isinstance(x, torch.SymInt)]
         inductor = sorted(self.options.inductor_options().items())

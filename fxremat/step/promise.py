@@ -150,16 +150,11 @@ class Observed:
         squares = 0 if backward_drops_gradients() else self.expected
         return target + squares + LOSS_BYTES if self.expected else 0
 
-    @property
-    def _is_kept(self) -> bool:
-        return self.limit is not None and bool(self.signature) and not caches_disabled()
-
     def recall(self, counted: int) -> None:
         """Know what an earlier run has noted under this budget, where so many are counted."""
         self.counted = counted
         self.between, self.held = SQUARE * self.expected, self.held_by_loss
-        kept = Answers(cache_directory() / "observed")
-        known = kept.read(self._question()) if self._is_kept else None
+        known = Answers(cache_directory() / "observed").read(self._question())
         if isinstance(known, list) and [*map(type, known)] == [int] * 3:
             between, held, counted = known
             if held >= 0 or counted == self.counted:
@@ -201,9 +196,11 @@ class Observed:
         """So many bytes more were seen, or fewer."""
         self.between += between
         self.held += held
-        if self._is_kept:
-            found = [self.between, self.held, self.counted]
-            Answers(cache_directory() / "observed").keep(self._question(), found)
+        found = [self.between, self.held, self.counted]
+        Answers(cache_directory() / "observed").keep(self._question(), found)
 
-    def _question(self) -> Question:
+    def _question(self) -> Question | None:
+        """What they are remembered by; None for none to remember."""
+        if self.limit is None or not self.signature or caches_disabled():
+            return None
         return {"graph": self.signature, "budget": self.limit, "device": self.device}

@@ -206,15 +206,13 @@ def dry_run_once(
     """
     question = _question(forward, backward, num_fwd_outputs, card or device)
     answers = Answers(directory)
-    if question is not None:
-        with suppress(InvalidData):
-            return from_data(DryRun, answers.read(question))
+    with suppress(InvalidData):
+        return from_data(DryRun, answers.read(question))
     step = generate_step(
         forward, backward, num_fwd_outputs=num_fwd_outputs, with_kernels=with_kernels
     )
     found = step.dry_run(device, workspace)
-    if question is not None:
-        answers.keep(question, to_data(replace(found, code=None)))
+    answers.keep(question, to_data(replace(found, code=None)))
     return found
 
 
