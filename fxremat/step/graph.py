@@ -124,20 +124,15 @@ class Graph:
         """Results that are compiled as if nobody sent a gradient for them."""
         return self.gradients.left_out
 
-    @property
-    def may_leave_out(self) -> bool:
-        """Whether a gradient that nobody sends may be left out.
+    def leave_out_unsent(self) -> None:
+        """Compile it without gradients for what it returns beside a loss, where these may be left.
 
         Gradients that the graph adds up or sends to the host itself are known to it alone.
         """
         tensors = [x for x in self.inputs if isinstance(x, torch.Tensor)]
         inside = any(is_host(x) or accumulation.will_be_added(x) for x in tensors)
         limited = self.options.memory_budget is not None and self.needs_gradients
-        return limited and not inside and not is_a_rank()
-
-    def leave_out_unsent(self) -> None:
-        """Compile it without gradients for what it returns beside a loss."""
-        if not self.may_leave_out:
+        if inside or not limited or is_a_rank():
             self.gradients.is_settled = True
             return
         modules = {id(unwrapped(one)) for one in calling_modules()}

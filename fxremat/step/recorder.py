@@ -49,8 +49,7 @@ class RecordedGraph:
 
     graph: Graph
     signature: str
-    taken: set[int]
-    """Places of runs that wait."""
+    frame: int
 
 
 @dataclass
@@ -71,8 +70,6 @@ class _Course:
 
     runs: dict[tuple[int, int], int] = field(default_factory=dict)
     waiting: list[int] = field(default_factory=list)
-    taken: dict[int, set[int]] = field(default_factory=dict)
-    """Of each frame: the places of runs that wait."""
     points: list[StepPoint] = field(default_factory=list)
 
     def note(self, outside_bytes: int, run: int | None = None, phase: Any = "forward") -> None:
@@ -94,7 +91,6 @@ class StepRecorder:
     held_bytes: int = 0
     sharded: Mapping[str, int] = field(default_factory=dict)
     counts: bool = False
-    paused: bool = False
     graphs: list[RecordedGraph] = field(default_factory=list)
     graphs_of: dict[nn.Module, set[int]] = field(default_factory=dict)
     """The graphs of each part that ran."""
@@ -163,7 +159,7 @@ class StepRecorder:
 
     def see(self, result: Any) -> None:
         """Count what an op has given."""
-        if self.counts and not self.paused:
+        if self.counts:
             self.meter.sweep()
             leaves = pytree.tree_leaves(result)
             self._add(x for x in leaves if isinstance(x, torch.Tensor) and is_fake(x))
@@ -180,19 +176,18 @@ class StepRecorder:
         signatures = [one.signature for one in self.graphs]
         if (signature := session.signature(gm, inputs)) not in signatures:
             graph = Graph(None, copy_module(gm), inputs, self.options, None)
-            taken = self.course.taken.setdefault(current_compilation()[0], set())
-            self.graphs.append(RecordedGraph(graph, signature, taken))
+            self.graphs.append(RecordedGraph(graph, signature, current_compilation()[0]))
             signatures.append(signature)
         index = signatures.index(signature)
         return lambda *args: self._forward(index, gm, args)
 
     def _forward(self, index: int, gm: fx.GraphModule, args: tuple[Any, ...]) -> Any:
         """Run the forward of a graph; the results stand in for its own."""
-        outer, self.paused = self.paused, True  # nothing that is made here counts
+        outer, self.counts = self.counts, False  # nothing that is made here counts
         try:
             shown = gm(*args)
         finally:
-            self.paused = outer
+            self.counts = outer
         given = {storage_key(x) for x in args if isinstance(x, torch.Tensor)}
         flat, shape = pytree.tree_flatten(shown)
         tensors = [(k, x) for k, x in enumerate(flat) if isinstance(x, torch.Tensor)]
@@ -220,9 +215,10 @@ class StepRecorder:
 
     def _run_of(self, index: int) -> tuple[int, int]:
         """The place that a run of the graph takes now, and the number of that run."""
-        taken = self.graphs[index].taken
+        runs, frame = list(self.course.runs), self.graphs[index].frame
+        waiting = [runs[run] for run in self.course.waiting]
+        taken = {place for own, place in waiting if self.graphs[own].frame == frame}
         place = next(p for p in range(len(taken) + 1) if p not in taken)
-        taken.add(place)
         part = next(reversed(calling_modules()), None)
         if part is not None:
             self.graphs_of.setdefault(part, set()).add(index)
@@ -244,7 +240,6 @@ class StepRecorder:
         run = course.runs[index, place]
         self._between()
         course.waiting.remove(run)
-        self.graphs[index].taken.discard(place)
         if self.counts:
             ended = any(point.phase == "backward" for point in course.points)
             outside = self.meter.current + (1 + bool(course.waiting) + ended) * gathered
