@@ -217,7 +217,7 @@ def _plans(
     yield graphs.plain, planning.solve(plain, most, LOCAL_SEARCH)
     least_peak = least_saved = most
     balances = [int(parts * most) for parts in UNIT_BALANCES]
-    for draft in _lowest(planning, graphs, (balances[0], balances[-1])):
+    for draft in graphs.also_with(planning, 0, balances[0], balances[-1]):
         for between in balances:
             problem = with_between(draft.estimate.problem, between)
             plan = planning.solve(problem, 0, ONE_PASS)
@@ -241,27 +241,10 @@ def _under(
     The choice is not improved: it took half of the time of all offers, and what the step leaves to
     the version that is taken is planned once more, whole (`StepDescription.widen`).
     """
-    variants, drafts = graphs.offered, [graphs.plain]
-    if variants is not None:
-        offered = with_between(variants.problem, between)
-        names = planning.solve(offered, peak, ONE_PASS, improved=False).variants
-        drafts += [graphs.draft(names, variants)] if names else []
-    for draft in drafts:
+    for draft in graphs.also_with(planning, peak, between, improved=False):
         plan = planning.solve(with_between(draft.estimate.problem, between), peak, ONE_PASS)
         if plan.peak_bytes <= peak:
             yield draft, plan
-
-
-def _lowest(
-    planning: Planning, graphs: GraphInVariants, held_between: tuple[int, ...]
-) -> list[Draft]:
-    """The graph as it is, and in the variants of least peak where so much is held in between."""
-    variants = graphs.offered
-    if variants is None:
-        return [graphs.plain]
-    problems = [with_between(variants.problem, between) for between in held_between]
-    names = [planning.solve(problem, 0, ONE_PASS).variants for problem in problems]
-    return [graphs.draft(each, variants) for each in dict.fromkeys([(), *names])]
 
 
 def followed_by(part: Part, given: int) -> Part:

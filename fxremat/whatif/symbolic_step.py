@@ -224,7 +224,7 @@ class SymbolicStep:
         with self.there():
             found = [
                 Candidate.planned(one, planning.solve(one.problem, budget_bytes, ONE_PASS))
-                for one in _drafts_for(planning, graphs, budget_bytes)
+                for one in graphs.also_with(planning, budget_bytes, 0)
             ]
         best = min(found, key=lambda one: _time_and_peak(one.plan, budget_bytes))
 
@@ -240,15 +240,6 @@ def _time_and_peak(plan: Plan, budget_bytes: int) -> tuple[bool, float]:
     """To compare plans by: those within the budget by their time, the others by their peak."""
     over = plan.peak_bytes > budget_bytes
     return over, plan.peak_bytes if over else plan.time_us
-
-
-def _drafts_for(planning: Planning, graphs: GraphInVariants, target: int) -> list[Draft]:
-    """The graph without variants, and with those that are chosen for the target."""
-    variants, drafts = graphs.offered, [graphs.plain]
-    if variants is not None:
-        names = planning.solve(variants.problem, target, ONE_PASS).variants
-        drafts += [graphs.draft(names, variants)] if names else []
-    return drafts
 
 
 UNTOUCHED = {

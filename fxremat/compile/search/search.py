@@ -128,7 +128,7 @@ class Search:
         if order in ("torch", "torch, donated"):
             candidate = self._torch(donated=order == "torch, donated")
         else:
-            draft = self.graphs.draft(names, self.graphs.offered if names else None)
+            draft = self.graphs.draft(names)
             plan = claimed_plan(draft.problem, decision["plan"], budget)
             held = None if decision["held"] is None else frozenset(decision["held"])
             candidate = None if plan is None else Candidate(draft, plan, order, held)
@@ -210,7 +210,7 @@ class Search:
         if is_tried:
             yield self._under(plain, aim)
         variants = self.graphs.offered
-        chosen = None if variants is None else self._chosen(variants.problem, aim, variants)
+        chosen = None if variants is None else self._chosen(variants.problem, aim)
         if chosen is not None:
             yield self._under(chosen, aim)
         if not is_tried and planning.fits(plain.problem, aim):
@@ -229,7 +229,7 @@ class Search:
         Where these show about what was planned, there is nothing to choose anew. Exact ones are
         tried without the lossy ones too: more to choose from is never to end in more bytes.
         """
-        first = self._chosen(variants.problem, 0, variants)
+        first = self._chosen(variants.problem, 0)
         yield from self._under_and_least(first, aim)
         shown = [one for one in self.lowest if one.candidate.draft is first]
         planned = self.planning.local_search(variants.problem, 0).peak_bytes
@@ -237,12 +237,12 @@ class Search:
         done = [first]
         if real > (1 + CLOSE_ENOUGH) * planned:
             problem = corrections_of(shown).apply_to(variants.problem)
-            done.append(self._chosen(problem, 0, variants))
+            done.append(self._chosen(problem, 0))
             if done[1] is not first:
                 yield from self._under_and_least(done[1], aim)
         exact = self.graphs.exact
         if exact is not None:
-            last = self._chosen(exact.problem, 0, exact)
+            last = self._chosen(exact.problem, 0)
             if not any(last is one for one in done):
                 yield from self._under_and_least(last, aim)
 
@@ -267,11 +267,11 @@ class Search:
         if candidate.plan.peak_bytes <= OUT_OF_REACH * lowest:
             yield candidate
 
-    def _chosen(self, problem: Problem, budget: int, variants: VariantSet) -> Draft | None:
+    def _chosen(self, problem: Problem, budget: int) -> Draft | None:
         """The graph with the variants that the planner takes for a budget; None where none fit.
 
         With a budget of 0, those of least peak. The choice is that of the local search; once it is
         made, the graph with these variants is planned with the solver that was asked for.
         """
         names = self.planning.variants(problem, budget)
-        return self.graphs.draft(names, variants) if names else None
+        return self.graphs.draft(names) if names else None

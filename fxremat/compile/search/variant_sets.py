@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from fxremat.compile.cost_model import CostModel
+from fxremat.compile.cost_model import CostModel, with_between
 from fxremat.compile.draft import Draft
 from fxremat.compile.pipeline import PLAN, Runner
+from fxremat.compile.search.planning import ONE_PASS, Planning
 from fxremat.core.constants import TIME_DOUBT
 from fxremat.core.problem import Op, Problem
 from fxremat.errors import VerificationFailed
@@ -51,13 +52,26 @@ class GraphInVariants:
         """The graph as it is, and its problem."""
         return self.draft(())
 
-    def draft(self, names: tuple[str, ...], variants: VariantSet | None = None) -> Draft:
-        """The graph with these variants taken, and its problem."""
+    def draft(self, names: tuple[str, ...]) -> Draft:
+        """The graph with these of the offered variants taken, and its problem."""
         if names not in self.drafts:
-            sites = () if variants is None else variants.sites
+            sites = self.offered.sites if names and self.offered is not None else ()
             asked = replace(self.prepared, sites=tuple(one for one in sites if one.name in names))
             self.drafts[names] = self.runner.run("estimate", PLAN, asked)
         return self.drafts[names]
+
+    def also_with(
+        self, planning: Planning, budget: int, *between: int, improved: bool = True
+    ) -> list[Draft]:
+        """The graph as it is, and with the variants that one pass takes for a budget.
+
+        They are taken for each number of bytes that is held ``between`` its halves.
+        """
+        if self.offered is None:
+            return [self.plain]
+        problems = [with_between(self.offered.problem, nbytes) for nbytes in between]
+        plans = [planning.solve(one, budget, ONE_PASS, improved=improved) for one in problems]
+        return [self.draft(names) for names in dict.fromkeys([(), *(p.variants for p in plans)])]
 
     @cached_property
     def offered(self) -> VariantSet | None:
