@@ -162,7 +162,7 @@ def exponential(x: Tensor) -> Tensor:
 
 def alone(promise: Promise) -> Callable[..., Any]:
     """A graph of one version, which is planned to run by itself."""
-    runs = RunVersions((promise,), (0,), promise.peak_bytes, promise.peak_bytes)
+    runs = RunVersions((promise,), (0,), promise.peak_bytes)
     return watch_in_flight(runs, scope.scope_of(HOST, 40 * KIB))
 
 

@@ -222,13 +222,13 @@ def test_large_blocks_that_do_not_fit_between_others_are_planned_for() -> None:
     seen = fastest.seen()
     taken = fastest.runs(seen).compiled_for(RUNS)
     allocated = seen.step().peak_bytes([0] * RUNS)
-    assert taken.peak_bytes > allocated + 8 * MIB
+    assert taken.step_peak_bytes > allocated + 8 * MIB
     budget = allocated + 8 * MIB + fastest.tuning
     tight = Step(budget)
     seen = tight.seen()
     runs = tight.runs(seen).compiled_for(RUNS)
     assert runs.version_of_run != (0,) * RUNS or tight.compiled[-1:] != [OFFERS[0]]
-    assert reserved_bytes(seen, runs) == runs.peak_bytes <= budget - tight.tuning
+    assert reserved_bytes(seen, runs) == runs.step_peak_bytes <= budget - tight.tuning
 
 
 def test_the_least_that_is_named_is_reserved_and_enough() -> None:
@@ -255,7 +255,7 @@ def test_two_parts_are_known_when_the_last_is_compiled(caplog: pytest.LogCapture
     assert "reserved, of" not in caplog.text
     second = step.runs(seen, 1).compiled_for(2)
     assert "reserved, of" in caplog.text
-    assert second.peak_bytes <= step.budget - step.tuning
+    assert second.step_peak_bytes <= step.budget - step.tuning
     assert seen.reserved((0,) * RUNS, AllocatorSettings()) is not None
 
 
@@ -317,7 +317,7 @@ def test_counted_versions_in_a_step_that_was_looked_at(caplog: pytest.LogCapture
             graph.as_part,
         )
         runs = in_step(planned, asked, 3, seen).compiled_for(3)
-    assert reserved_bytes(seen, runs) == runs.peak_bytes + asked.budget.held
+    assert reserved_bytes(seen, runs) == runs.step_peak_bytes
     assert "reserved, of 1.00 GiB" in caplog.text
 
 

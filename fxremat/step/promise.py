@@ -72,14 +72,13 @@ class Promise:
 class RunVersions:
     """The versions of a graph, and which one each of its runs takes that wait at once.
 
-    A run that none was planned for takes the last. ``peak_bytes`` are of all runs together, without
-    what the promises hold; ``step_peak_bytes`` are those of the step, with all that is there most
-    of the time. ``parts`` say what the planner knows of the run at each place, where it knows that.
+    A run that none was planned for takes the last. ``step_peak_bytes`` are those of the step, with
+    all that is there most of the time. ``parts`` say what the planner knows of the run at each
+    place, where it knows that.
     """
 
     versions: tuple[Promise, ...]
     version_of_run: tuple[int, ...]
-    peak_bytes: int
     step_peak_bytes: int
     parts: tuple[Any, ...] = ()
 

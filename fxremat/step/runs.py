@@ -270,7 +270,7 @@ class GraphInStep:
         promised = replace(promised, left_bytes=missing or None)
         own, late = promised.peak_bytes, self.where.context.late
         self.taken.saved_bytes, self.taken.own_peak_bytes = report.saved_bytes, own
-        found = RunVersions((promised,), (0,), own, request.budget.held - late + own)
+        found = RunVersions((promised,), (0,), request.budget.held - late + own)
         return self._note_peak(told, found)
 
     def _least_of_all(self, refused: InfeasibleBudget) -> tuple[int, int]:
@@ -407,8 +407,8 @@ class GraphInStep:
         self.placed = described
         part, alone = described.parts[self.role.index], self.role.described is None
         parts = tuple(replace(part, offers=(kept[k],)) for k in at_place if alone)
-        own = self.taken.own_peak_bytes = peak - self.request.budget.held
-        return RunVersions(tuple(made.values()), at_place, own, peak - late, parts)
+        self.taken.own_peak_bytes = peak - self.request.budget.held
+        return RunVersions(tuple(made.values()), at_place, peak - late, parts)
 
     def _compiled(self, offers: list[Offer], place: int, own: Interface) -> Promise:
         """A version, compiled; what it really takes is offered from now on.
