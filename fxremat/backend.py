@@ -92,7 +92,7 @@ def fxremat(
     total = total_bytes(device)
     parsed = parse_options(options, device_total_bytes=total)
     if disabled():
-        patches = inductor_patches(mode, parsed.inductor_options())
+        patches = inductor_patches(mode, dict(parsed.inductor))
         return compile_with_inductor(gm, example_inputs, patches)
     if parsed.memory_budget is not None and device.type not in ("cpu", "cuda"):
         raise UnsupportedDevice(str(device))

@@ -227,10 +227,6 @@ class Options:
         plain=False,
     )
 
-    def inductor_options(self) -> dict[str, Any]:
-        """The option ``inductor`` as the mapping it was given as."""
-        return dict(self.inductor)
-
 
 def parse_options(
     mapping: Mapping[str, Any] | None,

@@ -65,7 +65,7 @@ def patches_for(
     options: Options, request: Request, mode: str | None = None, inputs: Sequence[Any] = ()
 ) -> dict[str, Any]:
     """Inductor's configuration: the user's, with our ordering passes."""
-    user = inductor_patches(mode, options.inductor_options())
+    user = inductor_patches(mode, dict(options.inductor))
 
     def theirs(name: str) -> Any:
         return user.get(name, getattr(inductor_config, name))

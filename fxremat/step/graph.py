@@ -309,8 +309,7 @@ class Graph:
             return None
         key = report_key(self.kept, self.inputs, request)
         bounds = [size_bound(x) for x in self.inputs if isinstance(x, torch.SymInt)]
-        inductor = sorted(self.options.inductor_options().items())
-        how = repr((self.options.executor, self.mode, inductor, self.unsent))
+        how = repr((self.options.executor, self.mode, self.options.inductor, self.unsent))
         return {"graph": key, "bounds": bounds, "how": how, "runs": count}
 
     @contextmanager
