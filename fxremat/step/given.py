@@ -108,7 +108,7 @@ class Recorded:
     beyond that, as whoever is given a loss, and maybe logits. It was given these ``weights``.
     """
 
-    graph: weakref.ref[GraphInStep]
+    graph: weakref.ref[Any]
     place: int
     phase: Literal["forward", "backward"]
     kept_bytes: int = 0

@@ -150,7 +150,7 @@ class _WatchedRuns:
         except InfeasibleBudget as refused:
             forget_frames(refused)
             return
-        self.scope.graphs.discard(self.graph)
+        self.scope.graphs.difference_update([self.graph])
         self.scope.graphs.add(apart)
         self.graph = apart
 
