@@ -181,7 +181,7 @@ class StepDescription:
             fastest = planner.fastest(self.step(), aim)
             if fastest is None:
                 break
-            found = self._needed(lambda step, these=fastest: these, budget, reserved)
+            found = self._needed(partial(_these, fastest), budget, reserved)
             over = max(1, found.budget_bytes - best.budget_bytes)
             aim = min(aim, self.step().peak_bytes(fastest)) - over
             best = min(best, found, key=attrgetter("budget_bytes"))
@@ -388,6 +388,10 @@ def _by_itself(step: Step) -> Step:
     """The same without what is live outside."""
     points = tuple(replace(point, outside_bytes=0) for point in step.points)
     return replace(step, points=points)
+
+
+def _these(chosen: planner.Chosen, step: Step) -> planner.Chosen:
+    return chosen
 
 
 def repeated_step(

@@ -71,7 +71,8 @@ def _read(question: Question) -> tuple[float, Any, bool]:
     What is wrong with a file costs a look.
     """
     kept = Answers(cache_directory() / "least")
-    known = _UNCACHED.get(question["least of"]) if caches_disabled() else kept.read(question)
+    uncached = caches_disabled()
+    known: Any = _UNCACHED.get(question["least of"]) if uncached else kept.read(question)
     try:
         return int(known["peak_bytes"]), known["decision"], known["search_ended"] is True
     except (LookupError, TypeError, ValueError):
