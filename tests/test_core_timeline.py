@@ -13,7 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fxremat.core.check import Failure, Verdict, check
-from fxremat.core.plan import Plan, plan_to_json, steps_from_json
+from fxremat.core.plan import Plan, claim_from_json, plan_to_json
 from fxremat.core.problem import (
     Copies,
     InvalidProblem,
@@ -310,7 +310,7 @@ def test_json_of_steps_and_copies() -> None:
     plan = Plan(AWAY, "by hand", None, 126, 17.0)
     data = json.loads(json.dumps(plan_to_json(plan)))
     assert data["steps"][:3] == ["make_a", {"to host": "a"}, "make_b"]
-    assert steps_from_json(data) == AWAY
+    assert claim_from_json(data).steps == AWAY
     assert ops_of(AWAY) == moved_chain().base_steps()
     problem = moved_chain(host_bytes=7)
     assert problem_from_json(json.loads(json.dumps(problem_to_json(problem)))) == problem
@@ -320,7 +320,7 @@ def test_json_of_steps_and_copies() -> None:
 def test_malformed_steps_and_copies_are_named() -> None:
     for step in ({"to moon": "a"}, {"wait": 1}, {"wait": "a", "to host": "b"}, 3):
         with pytest.raises(InvalidProblem, match=r"'steps\[1\]'"):
-            steps_from_json({"steps": ["make_a", step]})
+            claim_from_json({"steps": ["make_a", step]})
     for field in ("to_host", "to_device", "host_bytes"):
         data = problem_to_json(moved_chain())
         data["copies"][field] = -1

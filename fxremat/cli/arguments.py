@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from fxremat.core.constants import CALL_US
 from fxremat.core.json_data import from_data
-from fxremat.core.plan import steps_from_json, variants_from_json
+from fxremat.core.plan import Claim, claim_from_json
 from fxremat.core.problem import Copies, Problem, load_problem
-from fxremat.core.schedule import Step, store_all
+from fxremat.core.schedule import store_all
 from fxremat.core.timeline import replay
 from fxremat.errors import nearest
 from fxremat.planner import SOLVERS
@@ -183,9 +183,9 @@ def _read_as(path: str, make: Callable[[Any], T], refusal: str = "") -> T:
         raise UsageError(f"{path}: {refusal or error}") from error
 
 
-def read_plan(path: str) -> tuple[tuple[Step, ...], tuple[str, ...]]:
+def read_plan(path: str) -> Claim:
     """The steps of the plan in a file, and the variants it takes."""
-    return _read_as(path, lambda data: (steps_from_json(data), variants_from_json(data)))
+    return _read_as(path, claim_from_json)
 
 
 def read_report(path: str) -> Report:

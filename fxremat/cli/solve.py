@@ -193,13 +193,13 @@ def _with_share(nbytes: int, full: int) -> str:
 def run_check(given: argparse.Namespace) -> int:
     """Check the plan and print the verdict."""
     problem = with_copies(read_problem(given.problem), given)
-    steps, variants = read_plan(given.plan)
+    claim = read_plan(given.plan)
     budget = None if given.budget is None else given.budget(problem)
     try:
-        left = take(problem, variants)
+        left = take(problem, claim.variants)
     except KeyError as error:
         raise UsageError(f"{given.plan}: the problem has no variant {error}") from error
-    verdict = check(left, steps, budget)
+    verdict = check(left, claim.steps, budget)
     print(verdict)
     return 0 if verdict.ok else 1
 

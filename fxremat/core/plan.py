@@ -49,7 +49,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class _Claim:
+class Claim:
     """What is read of a plan from elsewhere; its other fields are replayed."""
 
     steps: tuple[Step, ...]
@@ -62,18 +62,9 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
     return data
 
 
-def variants_from_json(data: Any) -> tuple[str, ...]:
-    """The variants that a plan file takes; raises `InvalidProblem`."""
-    return _claim(data).variants
-
-
-def steps_from_json(data: Any) -> tuple[Step, ...]:
-    """The steps of a plan file; raises `InvalidProblem`."""
-    return _claim(data).steps
-
-
-def _claim(data: Any) -> _Claim:
+def claim_from_json(data: Any) -> Claim:
+    """What a plan file says; raises `InvalidProblem`."""
     try:
-        return from_data(_Claim, data)
+        return from_data(Claim, data)
     except InvalidData as error:
         raise InvalidProblem(f"plan: {error}") from error
