@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fxremat.cli.arguments import UsageError, read_problem
 from fxremat.core import variants as core_variants
 from fxremat.core.check import check
 from fxremat.core.json_data import InvalidData, from_data, to_data
@@ -24,7 +25,6 @@ from fxremat.core.problem import (
     Problem,
     Value,
     Variant,
-    load_problem,
     problem_from_json,
     problem_to_json,
     validate,
@@ -124,10 +124,10 @@ def test_an_output_that_nobody_writes() -> None:
 def test_load(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "some.json"
     path.write_text(json.dumps(problem_to_json(SMALL)), encoding="utf-8")
-    assert load_problem(str(path)) == SMALL
+    assert read_problem(str(path)) == SMALL
     path.write_text(text, encoding="utf-8")
-    with pytest.raises(InvalidProblem, match=rf"some\.json: .*{message}"):
-        load_problem(str(path))
+    with pytest.raises(UsageError, match=rf"some\.json: .*{message}"):
+        read_problem(str(path))
 
 
 # --- json data ----------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from fxremat.core.constants import CALL_US
 from fxremat.core.json_data import from_data
 from fxremat.core.plan import Claim, claim_from_json
-from fxremat.core.problem import Copies, Problem, load_problem
+from fxremat.core.problem import Copies, Problem, problem_from_json
 from fxremat.core.schedule import store_all
 from fxremat.core.timeline import replay
 from fxremat.errors import nearest
@@ -160,9 +160,8 @@ def naming(path: str) -> Iterator[None]:
 
 
 def read_problem(path: str) -> Problem:
-    """The problem in a file. Raises `InvalidProblem`, which names the field that is wrong."""
-    with naming(path):
-        return load_problem(path)
+    """The problem in a file."""
+    return _read_as(path, problem_from_json)
 
 
 def read_json(path: str) -> Any:
