@@ -25,7 +25,7 @@ from fxremat.core.problem import (
     validate,
 )
 from fxremat.core.schedule import Move, Step, ops_of, store_all
-from fxremat.core.timeline import Interval, replay
+from fxremat.core.timeline import Lifetime, replay
 from tests.conftest import Golden
 from tests.strategies import problems, scheduled_problems
 
@@ -52,11 +52,11 @@ def test_bytes_of_every_step() -> None:
     assert replay(moved_chain(), ()).peak_bytes == 100
 
 
-def test_intervals_of_every_copy() -> None:
+def test_lifetimes_of_every_copy() -> None:
     line = replay(PROBLEM, ("make_a", "make_b", "make_a", "make_c"))
-    assert set(line.intervals) == {
-        Interval("x", 0, 3), Interval("a", 0, 2), Interval("a", 2, 4), Interval("b", 1, 4),
-        Interval("c", 3, 4),
+    assert set(line.copies) == {
+        Lifetime("x", 8, 0, 3), Lifetime("a", 16, 0, 2), Lifetime("a", 16, 2, 4),
+        Lifetime("b", 4, 1, 4), Lifetime("c", 2, 3, 4),
     }  # fmt: skip
     with pytest.raises(KeyError, match="reads a, which was never written"):
         replay(PROBLEM, ("make_b",))
