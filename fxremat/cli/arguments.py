@@ -15,8 +15,7 @@ from fxremat.core.constants import CALL_US
 from fxremat.core.json_data import from_data
 from fxremat.core.plan import Claim, claim_from_json
 from fxremat.core.problem import Copies, Problem, problem_from_json
-from fxremat.core.schedule import store_all
-from fxremat.core.timeline import replay
+from fxremat.core.timeline import store_all_peak
 from fxremat.errors import nearest
 from fxremat.planner import SOLVERS
 from fxremat.sizes import parse_bytes
@@ -36,11 +35,6 @@ class UsageError(Exception):
 
 Budget = Callable[[Problem], int]
 """Gives the bytes for a problem."""
-
-
-def store_all_peak(problem: Problem) -> int:
-    """The peak of running every op once, in base order."""
-    return replay(problem, store_all(problem)).peak_bytes
 
 
 def read_budget(text: str) -> Budget:

@@ -20,7 +20,6 @@ from fxremat.cli.arguments import (
     read_plan,
     read_problem,
     read_solver,
-    store_all_peak,
     with_copies,
     write_json,
     write_text,
@@ -28,7 +27,7 @@ from fxremat.cli.arguments import (
 from fxremat.core.check import check
 from fxremat.core.plan import Plan, plan_to_json
 from fxremat.core.problem import Problem
-from fxremat.core.timeline import replay
+from fxremat.core.timeline import replay, store_all_peak
 from fxremat.core.variants import take
 from fxremat.planner import SolverOptions, front, solve
 from fxremat.planner.deadline import Deadline, interruptible

@@ -13,10 +13,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from fxremat.cli.arguments import Commands, UsageError, store_all_peak, write_json
+from fxremat.cli.arguments import Commands, UsageError, write_json
 from fxremat.cli.step import add_step, step_of
 from fxremat.core.constants import CALL_US
 from fxremat.core.problem import Copies, problem_to_json
+from fxremat.core.timeline import store_all_peak
 from fxremat.sizes import exact_bytes
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from functools import cached_property
 from itertools import accumulate
 
 from fxremat.core.problem import Copies, Op, Problem
-from fxremat.core.schedule import Kind, Step, ops_of
+from fxremat.core.schedule import Kind, Step, ops_of, store_all
 
 
 @dataclass(frozen=True)
@@ -246,6 +246,11 @@ def replay(problem: Problem, steps: Sequence[Step]) -> Timeline:
         live.append(total + own)
     host = _on_host(problem, steps) if problem.copies is not None else (0,) * len(steps)
     return Timeline(problem, tuple(steps), tuple(copies), tuple(live), host)
+
+
+def store_all_peak(problem: Problem) -> int:
+    """The peak of running every op once, in base order."""
+    return replay(problem, store_all(problem)).peak_bytes
 
 
 def lifetimes_of(timeline: Timeline) -> tuple[Lifetime, ...]:

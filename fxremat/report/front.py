@@ -11,8 +11,7 @@ from xml.sax.saxutils import escape
 from fxremat.core.json_data import from_data
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
-from fxremat.core.schedule import store_all
-from fxremat.core.timeline import replay
+from fxremat.core.timeline import store_all_peak
 from fxremat.planner.plans import not_beaten
 from fxremat.sizes import GIB, UNITS, exact_bytes, format_bytes
 
@@ -322,7 +321,7 @@ def front_of(
         points.append(_point(plan.peak_bytes + held_bytes, plan.time_us, base))
         bounds.append(plan.peak_bound_bytes)
     proven = [bound + held_bytes for bound in bounds if bound is not None]
-    full = replay(problem, store_all(problem)).peak_bytes + held_bytes
+    full = store_all_peak(problem) + held_bytes
     least = max(proven, default=None)
     return Front(problem.name, undominated(points), base, full, budget_bytes, least)
 
