@@ -151,7 +151,7 @@ def test_reading_what_was_not_declared_is_noticed() -> None:
     seen = graphs.capture(graphs.mlp(), [graphs.batch(4, 8)])
     names = [n.name for n in seen.rewritten.saved][1:]
     with pytest.raises(VerificationFailed, match="the backward reads"):
-        check_split(seen.backward.graph, names)
+        check_split(seen.backward.graph, names, seen.forward.graph)
 
 
 def test_what_torch_runs_in_both_halves_is_noticed() -> None:
@@ -165,7 +165,7 @@ def test_what_torch_runs_in_both_halves_is_noticed() -> None:
         plan.module, inputs, num_fwd_outputs=seen.joint.num_forward_outputs, static_inputs=()
     )
     names = [n.name for n in inputs]
-    check_split(backward.graph, names)
+    check_split(backward.graph, names, fx.Graph())
     with pytest.raises(VerificationFailed, match="run in both halves"):
         check_split(backward.graph, names, forward.graph)
 

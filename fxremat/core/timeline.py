@@ -122,11 +122,6 @@ class Timeline:
         return max(self.live_bytes, default=self.problem.resident_bytes)
 
     @cached_property
-    def peak_step(self) -> int:
-        """The first step at which the peak is reached."""
-        return self.live_bytes.index(self.peak_bytes) if self.live_bytes else 0
-
-    @cached_property
     def host_peak_bytes(self) -> int:
         """The most bytes of moved values in host memory."""
         return max(self.host_bytes, default=0)
@@ -144,8 +139,9 @@ class Timeline:
             return sum(ops[step].time_us for step in ops_of(self.steps))
         return self.timing.time_us
 
-    def live_at(self, step: int) -> tuple[str, ...]:
-        """Values live at ``step``, largest first; resident values included."""
+    def live_at_peak(self) -> tuple[str, ...]:
+        """Values live at the first step of the peak, largest first; resident values included."""
+        step = self.live_bytes.index(self.peak_bytes) if self.live_bytes else 0
         live = {one.value for one in self.copies if one.start <= step < one.stop}
         live |= set(self.problem.resident)
         sizes = self.problem.bytes_of

@@ -228,13 +228,13 @@ def _runs(graph: fx.Graph) -> set[str]:
     }
 
 
-def check_split(backward: fx.Graph, saved: Iterable[str], forward: fx.Graph | None = None) -> None:
+def check_split(backward: fx.Graph, saved: Iterable[str], forward: fx.Graph) -> None:
     """Raise `VerificationFailed` where the backward reads what was not declared as saved.
 
-    With ``forward``, also where a node of the whole graph is run in both halves: then something
-    that the backward reads was not saved, and torch ran it a second time.
+    Also where a node of the whole graph is run in both halves: then something that the backward
+    reads was not saved, and torch ran it a second time.
     """
-    twice = _runs(backward) & _runs(forward) if forward is not None else set()
+    twice = _runs(backward) & _runs(forward)
     if twice:
         raise VerificationFailed("saved values", f"run in both halves: {sorted(twice)[:5]}")
     allowed = set(saved)
