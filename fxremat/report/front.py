@@ -301,25 +301,22 @@ def _point(peak_bytes: int, time_us: float, base_time_us: float) -> Point:
     return Point(peak_bytes, time_us, time_us / base_time_us - 1 if base_time_us else 0.0)
 
 
-def undominated(points: Iterable[Point]) -> tuple[Point, ...]:
+def undominated(points: Sequence[Point]) -> tuple[Point, ...]:
     """The points that no other one beats, fastest first."""
-    offered = list(points)
-    return tuple(offered[k] for k in not_beaten([(p.time_us, p.peak_bytes) for p in offered]))
+    return tuple(points[k] for k in not_beaten([(p.time_us, p.peak_bytes) for p in points]))
 
 
 def front_of(
     problem: Problem,
-    plans: Iterable[Plan],
+    plans: Sequence[Plan],
     *,
     budget_bytes: int | None = None,
     held_bytes: int = 0,
 ) -> Front:
     """The front of these plans of a problem; ``held_bytes`` are held outside of the graph."""
     base = problem.base_time_us
-    bounds, points = [], []
-    for plan in plans:
-        points.append(_point(plan.peak_bytes + held_bytes, plan.time_us, base))
-        bounds.append(plan.peak_bound_bytes)
+    points = [_point(plan.peak_bytes + held_bytes, plan.time_us, base) for plan in plans]
+    bounds = [plan.peak_bound_bytes for plan in plans]
     proven = [bound + held_bytes for bound in bounds if bound is not None]
     full = store_all_peak(problem) + held_bytes
     least = max(proven, default=None)
