@@ -13,7 +13,7 @@ from fxremat import runtime
 from fxremat.compat.joint_graph import extract_forward_backward, is_tangent, torch_partition
 from fxremat.errors import VerificationFailed
 from fxremat.passes.recompute import apply_plan
-from fxremat.verify.data_flow import check_arrivals, check_data_flow, check_halves, check_split
+from fxremat.verify.data_flow import check_data_flow, check_halves, check_split, check_waits
 from tests import graphs, nets
 from tests.by_hand import ByHand
 
@@ -296,6 +296,6 @@ def test_what_is_given_away_is_not_used_later(
     late = graph.call_function(runtime.to_device, (given.pop(used), CPU))
     graph.output((late, gradient))
     with pytest.raises(VerificationFailed, match=f"uses {used} after"):
-        check_arrivals(graph)
+        check_waits(graph)
     graphs.replaced(late, *given.values())
-    check_arrivals(graph)
+    check_waits(graph)
