@@ -109,6 +109,8 @@ class Numbering:
                 found.of[node] = self.result_of_rows(node.args[0], node.args[1], found)
             elif node.op == "call_function":
                 self.call(node, found, mutated)
+                if is_mutating(node) and isinstance(node.args[0], fx.Node):
+                    found.written[root(node.args[0])] = found.of[node]
         return found
 
     def result_of_rows(self, call: fx.Node, place: int, found: ReadGraph) -> int:
@@ -141,8 +143,6 @@ class Numbering:
         else:
             found.once.append(node.name)
             found.of[node] = self.number((node.target, args, node.name))
-        if is_mutating(node) and isinstance(node.args[0], fx.Node):
-            found.written[root(node.args[0])] = found.of[node]
 
     def arguments(self, argument: Any, found: ReadGraph) -> Any:
         """What a call is given, with the numbers of nodes in their place."""
