@@ -17,7 +17,7 @@ from fxremat.cli.arguments import UsageError, read_problem
 from fxremat.core import variants as core_variants
 from fxremat.core.check import check
 from fxremat.core.json_data import InvalidData, from_data, to_data
-from fxremat.core.plan import Plan, plan_to_json
+from fxremat.core.plan import Plan
 from fxremat.core.problem import (
     Change,
     InvalidProblem,
@@ -210,7 +210,7 @@ def test_what_waits_and_what_runs_is_on_top_of_what_is_outside() -> None:
 def test_plan_json_text(golden: Golden) -> None:
     plan = Plan(("a", "b", "a", "c", "a"), "greedy", 1000, 900, 12.5, time_bound_us=10.0)
     assert plan.repeats() == {"a": 2}  # beyond the first
-    golden(json.dumps(plan_to_json(plan), indent=1))
+    golden(json.dumps(to_data(plan), indent=1))
 
 
 # --- variants -----------------------------------------------------------------------------

@@ -13,7 +13,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fxremat.core.check import Failure, Verdict, check
-from fxremat.core.plan import Plan, claim_from_json, plan_to_json
+from fxremat.core.json_data import to_data
+from fxremat.core.plan import Plan, claim_from_json
 from fxremat.core.problem import (
     Copies,
     InvalidProblem,
@@ -308,7 +309,7 @@ def test_what_came_back_for_good_is_not_on_the_host(steps: tuple[Step, ...], mos
 
 def test_json_of_steps_and_copies() -> None:
     plan = Plan(AWAY, "by hand", None, 126, 17.0)
-    data = json.loads(json.dumps(plan_to_json(plan)))
+    data = json.loads(json.dumps(to_data(plan)))
     assert data["steps"][:3] == ["make_a", {"to host": "a"}, "make_b"]
     assert claim_from_json(data).steps == AWAY
     assert ops_of(AWAY) == moved_chain().base_steps()

@@ -25,7 +25,8 @@ from fxremat.cli.arguments import (
     write_text,
 )
 from fxremat.core.check import check
-from fxremat.core.plan import Plan, plan_to_json
+from fxremat.core.json_data import to_data
+from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
 from fxremat.core.timeline import replay, store_all_peak
 from fxremat.core.variants import take
@@ -140,7 +141,7 @@ def run_solve(given: argparse.Namespace) -> int:
         return 1
     print(figures(problem, plan))
     if given.out is not None:
-        write_json(given.out, plan_to_json(plan))
+        write_json(given.out, to_data(plan))
     return 0
 
 

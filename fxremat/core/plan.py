@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from fxremat.core.json_data import InvalidData, from_data, to_data
+from fxremat.core.json_data import InvalidData, from_data
 from fxremat.core.problem import InvalidProblem
 from fxremat.core.schedule import Move, Step, ops_of
 
@@ -54,12 +54,6 @@ class Claim:
 
     steps: tuple[Step, ...]
     variants: tuple[str, ...] = ()
-
-
-def plan_to_json(plan: Plan) -> dict[str, Any]:
-    """The plan as JSON data."""
-    data: dict[str, Any] = to_data(plan)
-    return data
 
 
 def claim_from_json(data: Any) -> Claim:

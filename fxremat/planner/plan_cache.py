@@ -19,7 +19,8 @@ from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
-from fxremat.core.plan import Plan, claim_from_json, plan_to_json
+from fxremat.core.json_data import to_data
+from fxremat.core.plan import Plan, claim_from_json
 from fxremat.core.problem import Problem, problem_to_json
 from fxremat.core.variants import take
 from fxremat.disk_cache import Answers, Question
@@ -61,7 +62,7 @@ class PlanQuestion:
         started = time.perf_counter()
         plan = self.solved()
         if _is_complete(plan, time.perf_counter() - started, self.options):
-            answers.keep(written, plan_to_json(plan))
+            answers.keep(written, to_data(plan))
         return plan, False
 
     def solved(self) -> Plan:
