@@ -17,7 +17,7 @@ from fxremat.cli.arguments import (
     add_copies,
     add_problem,
     add_time_limit,
-    read_plan,
+    read_as,
     read_problem,
     read_solver,
     with_copies,
@@ -26,7 +26,7 @@ from fxremat.cli.arguments import (
 )
 from fxremat.core.check import check
 from fxremat.core.json_data import to_data
-from fxremat.core.plan import Plan
+from fxremat.core.plan import Plan, claim_from_json
 from fxremat.core.problem import Problem
 from fxremat.core.timeline import replay, store_all_peak
 from fxremat.core.variants import take
@@ -193,7 +193,7 @@ def _with_share(nbytes: int, full: int) -> str:
 def run_check(given: argparse.Namespace) -> int:
     """Check the plan and print the verdict."""
     problem = with_copies(read_problem(given.problem), given)
-    claim = read_plan(given.plan)
+    claim = read_as(given.plan, claim_from_json)
     budget = None if given.budget is None else given.budget(problem)
     try:
         left = take(problem, claim.variants)
