@@ -24,8 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from fxremat.core.problem import Problem
-from fxremat.core.schedule import store_all
-from fxremat.core.timeline import replay
+from fxremat.core.timeline import store_all_peak
 from fxremat.core.variants import take
 from fxremat.planner import SolverOptions, constants, solve
 from fxremat.planner.local import greedy
@@ -126,7 +125,7 @@ def measure(asked: str, problems: Sequence[Problem], percents: Sequence[int]) ->
     for known in problems:
         problem = replace(known, name=f"{known.name} {next(NEW)}")  # solvers remember problems
         plain = take(problem, ())
-        full = replay(plain, store_all(plain)).peak_bytes
+        full = store_all_peak(plain)
         started = time.process_time()
         found = ASK[asked](problem, [full * percent // 100 for percent in percents])
         seconds += time.process_time() - started

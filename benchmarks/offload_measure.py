@@ -240,7 +240,7 @@ def _row(one: Contestant, seed: int, expected: dict[str, torch.Tensor]) -> Row:
         peak_bytes=one.peak_bytes(),
         predicted_peak_bytes=None if report is None else report.predicted_peak_bytes,
         host_peak_bytes=one.host_peak_bytes(),
-        predicted_host_bytes=None if report is None else report.host_peak_bytes,
+        predicted_host_bytes=None if report is None else report.memory.host_peak_bytes,
         predicted_ratio=None if report is None else 1 + report.time_overhead,
         loss=loss,
         gradient_error=gradient_error(gradients, expected),

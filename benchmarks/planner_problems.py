@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
-from fxremat.core.problem import Problem, load_problem
+from fxremat.cli.arguments import read_problem
+from fxremat.core.problem import Problem
 
 PROJECT = Path(__file__).resolve().parents[1]
 DIRECTORY = PROJECT.parent / "shared" / "data" / "problems"
@@ -51,7 +52,7 @@ def collect(
         raise SystemExit(f"unknown problems {unknown}; there are {', '.join([*stored, *titles])}")
     for name, path in stored.items():
         if not only or name in only:
-            yield name, load_problem(str(path))
+            yield name, read_problem(str(path))
     for title, name in titles.items():
         if not only or title in only:
             yield title, trace(name, size)

@@ -37,8 +37,7 @@ from fxremat.compile.tracing import trace_step
 from fxremat.core.check import check
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
-from fxremat.core.schedule import store_all
-from fxremat.core.timeline import replay
+from fxremat.core.timeline import store_all_peak
 from fxremat.core.variants import take
 from fxremat.cost.device import spec_named
 from fxremat.passes.variants.insertion import Rule
@@ -170,7 +169,7 @@ class Comparison:
     def __init__(self, rule: str, without: Problem, problem: Problem, seconds: float) -> None:
         self.rule, self.without, self.problem, self.seconds = rule, without, problem, seconds
         plain = take(without, ())
-        self.store_all_bytes = replay(plain, store_all(plain)).peak_bytes
+        self.store_all_bytes = store_all_peak(plain)
         self.base_us = plain.base_time_us
 
     def at(self, label: str, budget: int) -> At:

@@ -33,8 +33,7 @@ from fxremat.compile.tracing import trace_step
 from fxremat.core.check import check
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
-from fxremat.core.schedule import store_all
-from fxremat.core.timeline import replay
+from fxremat.core.timeline import store_all_peak
 from fxremat.core.variants import run_once, take
 from fxremat.cost.device import spec_named
 from fxremat.passes.variants.table import rules_named
@@ -110,7 +109,7 @@ def ways(problem: Problem, budget: int, solver: str) -> dict[str, Plan]:
 def rows_of(name: str, problem: Problem, percent: int, solver: str) -> list[Row]:
     """All ways at one budget."""
     plain = take(problem, ())
-    full = replay(plain, store_all(plain)).peak_bytes
+    full = store_all_peak(plain)
     budget, base = full * percent // 100, plain.base_time_us
     out = []
     for way, plan in ways(problem, budget, solver).items():

@@ -117,11 +117,11 @@ def live_where_free(found: Estimate, line: Timeline) -> list[int]:
 
     On the CPU all loops between two library calls are then in one function.
     """
-    live, sizes = [*line.live_bytes], line.problem.bytes_of
+    live = [*line.live_bytes]
     begun, ended = Counter[int](), Counter[int]()
-    for one in line.intervals:
-        begun[one.start] += sizes[one.value]
-        ended[one.stop] += sizes[one.value]
+    for one in line.copies:
+        begun[one.start] += one.nbytes
+        ended[one.stop] += one.nbytes
     loops = _loops_on_the_cpu(found)
     there, first, together = line.problem.resident_bytes, 0, 0
     for k, step in enumerate((*line.steps, None)):

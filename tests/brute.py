@@ -17,7 +17,7 @@ from fxremat import planner
 from fxremat.core.check import check
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Op, Problem
-from fxremat.core.timeline import replay
+from fxremat.core.timeline import store_all_peak
 from fxremat.planner.indexed_problem import build_model, peak_bound
 
 
@@ -96,11 +96,6 @@ def plain(problem: Problem) -> Problem:
                 pairs.append(pair)
         ops.append(replace(op, inplace=tuple(pairs)))
     return replace(problem, ops=tuple(ops))
-
-
-def store_all_peak(problem: Problem) -> int:
-    """The bytes that the base order takes."""
-    return replay(problem, problem.base_steps()).peak_bytes
 
 
 def budget_between(problem: Problem, percent: int) -> int:

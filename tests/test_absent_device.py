@@ -111,7 +111,7 @@ def test_explained_as_on_the_card(caplog: pytest.LogCaptureFixture) -> None:
         less = fxremat.explain(model, *inputs, memory_budget=budget, options=options)
         named = least(model, inputs, **options)
     assert not [r for r in caplog.records if r.name.startswith("fxremat")]
-    assert whole.graphs[0].dry_runs
+    assert whole.graphs[0].provenance.dry_runs
     assert less.predicted_peak_bytes + tuning <= budget
     assert less.time_overhead >= 0
     assert named <= less.predicted_peak_bytes + tuning
@@ -163,7 +163,7 @@ def test_budget_is_the_card_by_default(caplog: pytest.LogCaptureFixture) -> None
         model, inputs = net_and_tokens()
         [report] = fxremat.explain(model, *inputs).graphs
     assert not [r for r in caplog.records if r.name.startswith("fxremat")]
-    assert report.dry_runs
+    assert report.provenance.dry_runs
     assert report.budget_bytes == card.usable
     reserved = report.predicted_reserved_bytes
     assert reserved is not None

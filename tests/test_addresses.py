@@ -117,14 +117,17 @@ def test_placements_pass_the_checker(some: list[Buffer], chance: random.Random) 
     assert place(shuffled) == placement
 
 
-def test_nothing_to_place_and_no_time_for_it() -> None:
+def test_nothing_to_place() -> None:
     """Names are unique."""
     assert place([]) == Placement({}, 0)
     assert place([Buffer("empty", 0, 1, 0)]) == Placement({"empty": 0}, 0)
     with pytest.raises(ValueError, match="one name"):
         place([EARLY, EARLY])
+
+
+def test_no_time_to_search() -> None:
     some = uneven(12)
-    check_placement(some, place(some, time_limit_s=0.0))
+    check_placement(some, search(some, time_limit_s=0.0))
 
 
 @pytest.mark.parametrize("make", [transformer, pyramid, uneven])

@@ -22,11 +22,11 @@ import torch
 import fxremat
 from fxremat import planner
 from fxremat.cli import main
-from fxremat.cli.arguments import read_budget
+from fxremat.cli.arguments import read_budget, read_problem
 from fxremat.cli.solve import ProgressLine
 from fxremat.core.check import check
 from fxremat.core.plan import Plan
-from fxremat.core.problem import Problem, load_problem, problem_to_json
+from fxremat.core.problem import Problem, problem_to_json
 from fxremat.core.timeline import replay
 from fxremat.planner import SolverOptions
 from fxremat.planner.plans import make_plan
@@ -107,7 +107,7 @@ def test_times_of_another_device(tmp_path: Path, run: Run, refused: Refused) -> 
 
     def traced(*given: str) -> Problem:
         assert run(*trace, *given)[0] == 0
-        return load_problem(str(tmp_path / "problem.json"))
+        return read_problem(str(tmp_path / "problem.json"))
 
     assert traced("--device", "H100").base_time_us < traced("--device", "cpu").base_time_us
     moving = traced("--device", "H100", "--copies").copies
@@ -166,7 +166,7 @@ def test_ctrl_c_gives_the_best_plan_so_far(
     assert "interrupted" in error
     assert signal.getsignal(signal.SIGINT) is before
     interrupted = mock.Mock(side_effect=KeyboardInterrupt)
-    monkeypatch.setattr("fxremat.cli.arguments.load_problem", interrupted)
+    monkeypatch.setattr("fxremat.cli.arguments.problem_from_json", interrupted)
     line = refused("solve", problem, "--budget", "5", status=130)
     assert line == "fxremat: interrupted\n"
 

@@ -19,12 +19,12 @@ from torch import nn
 
 import fxremat
 from fxremat.cli import main
-from fxremat.cli.arguments import UsageError
+from fxremat.cli.arguments import UsageError, read_problem
 from fxremat.cli.bisect import ALL_OFF, PARTS
 from fxremat.cli.step import KINDS, OF_CONFIGS, step_of_config
 from fxremat.compat.tensors import fake_tensors
 from fxremat.core.check import check
-from fxremat.core.problem import Problem, load_problem, problem_to_json
+from fxremat.core.problem import Problem, problem_to_json
 from tests.chains import phased_chain
 from tests.small import Stack, seeded
 
@@ -94,7 +94,7 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def traced(models: str, name: str, tmp_path: Path, *more: str) -> Problem:
     out = tmp_path / f"{name}.json"
     assert main(["trace", f"{models}:{name}", "--out", str(out), *more]) == 0
-    return load_problem(str(out))
+    return read_problem(str(out))
 
 
 @pytest.mark.parametrize("mode", ["aot_eager", "inductor"])
@@ -172,7 +172,7 @@ def test_the_commands_one_after_the_other(models: str, tmp_path: Path) -> None:
     """A model of 64 GiB is traced in little memory, and planned."""
     trace = ["trace", f"{models}:large", "--out", "large.json", "--mode", "aot_eager"]
     printed = python(tmp_path, "-c", SMALL_MEMORY, *trace)
-    found = load_problem(str(tmp_path / "large.json"))
+    found = read_problem(str(tmp_path / "large.json"))
     assert found.resident_bytes > 64 * 2**30
     assert int(printed.split()[-2]) * 1024 < 2**30
     solve = ["solve", "large.json", "--budget", "100%", "--out", "plan.json"]

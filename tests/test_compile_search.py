@@ -253,7 +253,7 @@ def test_what_fails_without_us_is_raised_as_it_is(monkeypatch: pytest.MonkeyPatc
 def test_what_is_compiled_takes_what_was_explained() -> None:
     """With the rule as it is, which the other tests break. Dry runs have one budget."""
     told = explained()
-    assert 0 < told.graphs[0].dry_runs <= 2 * DRY_RUNS
+    assert 0 < told.graphs[0].provenance.dry_runs <= 2 * DRY_RUNS
     assert [row.what.split()[0] for row in told.graphs[0].variants] == ["chunked_loss"]
     model, x = seeded(Classifier, 512, 16)
     torch.compile(model, backend="fxremat", options=OPTIONS)(x)

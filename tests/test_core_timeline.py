@@ -13,7 +13,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fxremat.core.check import Failure, Verdict, check
-from fxremat.core.plan import Plan, plan_to_json, steps_from_json
+from fxremat.core.json_data import to_data
+from fxremat.core.plan import Plan, claim_from_json
 from fxremat.core.problem import (
     Copies,
     InvalidProblem,
@@ -25,7 +26,7 @@ from fxremat.core.problem import (
     validate,
 )
 from fxremat.core.schedule import Move, Step, ops_of, store_all
-from fxremat.core.timeline import Interval, replay
+from fxremat.core.timeline import Lifetime, replay
 from tests.conftest import Golden
 from tests.strategies import problems, scheduled_problems
 
@@ -47,16 +48,16 @@ def test_bytes_of_every_step() -> None:
     assert replay(PROBLEM, BASE).live_bytes == (8 + 16, 16 + 4 + 3, 16 + 4 + 2)
     line = replay(moved_chain(), moved_chain().base_steps())
     assert line.live_bytes == (110, 120, 124, 126, 113)
-    assert (line.peak_bytes, line.peak_step, line.time_us) == (126, 3, 16.0)
-    assert line.live_at(3) == ("w", "a", "b", "c", "db")  # the largest first
+    assert (line.peak_bytes, line.time_us) == (126, 16.0)
+    assert line.live_at_peak() == ("w", "a", "b", "c", "db")  # the largest first
     assert replay(moved_chain(), ()).peak_bytes == 100
 
 
-def test_intervals_of_every_copy() -> None:
+def test_lifetimes_of_every_copy() -> None:
     line = replay(PROBLEM, ("make_a", "make_b", "make_a", "make_c"))
-    assert set(line.intervals) == {
-        Interval("x", 0, 3), Interval("a", 0, 2), Interval("a", 2, 4), Interval("b", 1, 4),
-        Interval("c", 3, 4),
+    assert set(line.copies) == {
+        Lifetime("x", 8, 0, 3), Lifetime("a", 16, 0, 2), Lifetime("a", 16, 2, 4),
+        Lifetime("b", 4, 1, 4), Lifetime("c", 2, 3, 4),
     }  # fmt: skip
     with pytest.raises(KeyError, match="reads a, which was never written"):
         replay(PROBLEM, ("make_b",))
@@ -155,8 +156,8 @@ def test_judge_and_timeline_agree(given_: tuple[Problem, tuple[str, ...]]) -> No
     within = Verdict((), timeline.peak_bytes, timeline.time_us)
     assert check(problem, steps) == check(problem, steps, timeline.peak_bytes) == within
     (failure,) = check(problem, steps, timeline.peak_bytes - 1).failures
-    worst = steps[timeline.peak_step]
-    assert (failure.kind, failure.op, failure.step) == ("over budget", worst, timeline.peak_step)
+    step = timeline.live_bytes.index(timeline.peak_bytes)
+    assert (failure.kind, failure.op, failure.step) == ("over budget", steps[step], step)
 
 
 @given(problems(), st.data())
@@ -308,9 +309,9 @@ def test_what_came_back_for_good_is_not_on_the_host(steps: tuple[Step, ...], mos
 
 def test_json_of_steps_and_copies() -> None:
     plan = Plan(AWAY, "by hand", None, 126, 17.0)
-    data = json.loads(json.dumps(plan_to_json(plan)))
+    data = json.loads(json.dumps(to_data(plan)))
     assert data["steps"][:3] == ["make_a", {"to host": "a"}, "make_b"]
-    assert steps_from_json(data) == AWAY
+    assert claim_from_json(data).steps == AWAY
     assert ops_of(AWAY) == moved_chain().base_steps()
     problem = moved_chain(host_bytes=7)
     assert problem_from_json(json.loads(json.dumps(problem_to_json(problem)))) == problem
@@ -320,7 +321,7 @@ def test_json_of_steps_and_copies() -> None:
 def test_malformed_steps_and_copies_are_named() -> None:
     for step in ({"to moon": "a"}, {"wait": 1}, {"wait": "a", "to host": "b"}, 3):
         with pytest.raises(InvalidProblem, match=r"'steps\[1\]'"):
-            steps_from_json({"steps": ["make_a", step]})
+            claim_from_json({"steps": ["make_a", step]})
     for field in ("to_host", "to_device", "host_bytes"):
         data = problem_to_json(moved_chain())
         data["copies"][field] = -1

@@ -181,7 +181,7 @@ def test_a_plan_names_what_is_live_at_the_peak() -> None:
     budget = int(0.8 * full.store_all_peak_bytes)
     options = {"memory_budget": budget, "variants": "none"}
     report = fxremat.explain(model, x, options=options).graphs[0]
-    assert report.dry_runs >= 1
+    assert report.provenance.dry_runs >= 1
     assert "dry run" in report.seconds
     assert report.recomputed
     assert report.predicted_peak_bytes <= budget
@@ -251,7 +251,7 @@ def unchanging(explanation: Explanation) -> Any:
     """What does not depend on the clock."""
     [report] = explanation.graphs
     peak = report.predicted_peak_bytes, report.at_peak
-    return report.plan.steps, report.variants, report.dry_runs, *peak
+    return report.plan.steps, report.variants, report.provenance.dry_runs, *peak
 
 
 @pytest.mark.parametrize("ask", [explain, images])

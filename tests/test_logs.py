@@ -24,7 +24,7 @@ import torch
 import fxremat
 from fxremat.compile import stage_times
 from fxremat.compile.stage_times import CLEAR, StageTimes
-from fxremat.core.plan import steps_from_json
+from fxremat.core.plan import claim_from_json
 from fxremat.core.problem import problem_from_json
 from fxremat.core.timeline import replay
 from fxremat.memory.measured_peak import MeasuredPeak
@@ -99,7 +99,7 @@ def test_plan_and_code_in_the_logs_and_a_trace(tmp_path: Path) -> None:
     assert ours["fxremat_graph_0_report"].startswith("fxremat: graph 0: ")
     problem = problem_from_json(json.loads(ours["fxremat_graph_0_problem"]))
     made: dict[str, Any] = json.loads(ours["fxremat_graph_0_plan"])
-    assert replay(problem, steps_from_json(made)).peak_bytes == made["peak_bytes"]
+    assert replay(problem, claim_from_json(made).steps).peak_bytes == made["peak_bytes"]
     assert json.loads(ours["fxremat_graph_0_timeline"])["traceEvents"]
 
 

@@ -207,9 +207,11 @@ def test_a_budget_with_offload_is_obeyed_and_predicted_to_the_byte(executor: str
     assert peak == report.predicted_peak_bytes
     assert report.budget_bytes is not None
     assert peak <= report.budget_bytes
-    assert host_peak_of(step) == report.host_peak_bytes
+    assert host_peak_of(step) == report.memory.host_peak_bytes
     assert "moved to host memory" in str(report)
-    assert replay(report.problem, report.plan.steps).host_peak_bytes == report.host_peak_bytes
+    assert (
+        replay(report.problem, report.plan.steps).host_peak_bytes == report.memory.host_peak_bytes
+    )
 
 
 def test_the_host_memory_budget_is_obeyed() -> None:

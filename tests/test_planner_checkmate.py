@@ -17,7 +17,7 @@ from fxremat import planner
 from fxremat.core.check import check
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Copies, Op, Problem, Value, validate
-from fxremat.core.timeline import replay
+from fxremat.core.timeline import replay, store_all_peak
 from fxremat.planner import Solver, constants
 from fxremat.planner.indexed_problem import build_model
 from fxremat.planner.local import greedy
@@ -35,7 +35,7 @@ from fxremat.planner.published.poet import Energy
 from fxremat.planner.published.poet import solve as poet_solve
 from fxremat.planner.solvers import Progress, SolverOptions
 from tests import brute
-from tests.brute import budget_between, fits, plain, store_all_peak
+from tests.brute import budget_between, fits, plain
 from tests.chains import chain_with_copies, phased_chain
 from tests.examples import examples
 from tests.strategies import problems, schedules

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from fxremat import planner
 from fxremat.core.problem import Copies, Op, Problem, Value, validate
-from fxremat.core.timeline import replay
+from fxremat.core.timeline import replay, store_all_peak
 from fxremat.planner.moves.offload import movable
 from fxremat.planner.moves.transfers import Fetch, Item, place
 from fxremat.planner.published import pofo, rockmate, rotor
@@ -32,7 +32,7 @@ def net(layers: int, rate: float = 10.0, time_us: float = 10.0) -> Problem:
 
 def part_of(problem: Problem, part: float) -> int:
     """A part of the bytes that store-all needs."""
-    return int(part * brute.store_all_peak(problem))
+    return int(part * store_all_peak(problem))
 
 
 solved = partial(brute.solved, solver="pofo")

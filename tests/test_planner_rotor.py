@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from fxremat.core.check import check
 from fxremat.core.problem import Op, Problem, Value, validate
-from fxremat.core.timeline import replay
+from fxremat.core.timeline import replay, store_all_peak
 from fxremat.core.variants import take
 from fxremat.planner import solve
 from fxremat.planner.deadline import Deadline
@@ -32,7 +32,6 @@ from fxremat.planner.published.rockmate import block_options, part_of
 from fxremat.planner.published.rotor import Table
 from fxremat.planner.solvers import SolverOptions
 from tests import brute, chains
-from tests.brute import store_all_peak
 from tests.examples import examples
 from tests.strategies import problems
 

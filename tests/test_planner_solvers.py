@@ -16,7 +16,7 @@ from fxremat.core.check import check
 from fxremat.core.constants import MEASURABLE
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Op, Problem, Value, validate
-from fxremat.core.timeline import replay
+from fxremat.core.timeline import replay, store_all_peak
 from fxremat.planner import SOLVERS, SolverOptions, auto, front, solve
 from fxremat.planner.indexed_problem import build_model, peak_bound
 from fxremat.planner.local import greedy
@@ -25,7 +25,7 @@ from fxremat.planner.local.stage_schedule import StageSchedule, steps_of
 from fxremat.planner.published import rotor
 from fxremat.planner.published.chain import NotAChain
 from tests import brute
-from tests.brute import fits, least_time, plain, store_all_peak
+from tests.brute import fits, least_time, plain
 from tests.chains import blocks, chains, growing_chain, homogeneous, phased_chain, skipping
 from tests.examples import examples
 from tests.strategies import problems

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from fxremat.core.check import check
 from fxremat.core.constants import ROUNDS
 from fxremat.core.problem import Change, Op, Problem, Value, Variant, validate
+from fxremat.core.timeline import store_all_peak
 from fxremat.core.variants import exclude, take
 from fxremat.planner import SOLVERS, solve
 from fxremat.planner.deadline import Deadline
@@ -24,7 +25,7 @@ from fxremat.planner.milp.relaxation import Relaxation, extra_runs_for
 from fxremat.planner.solvers import Progress, SolverOptions
 from fxremat.planner.variants.all_variants import combine
 from fxremat.planner.variants.choice_milp import ChoiceMilp
-from tests.brute import least_time, store_all_peak
+from tests.brute import least_time
 from tests.chains import LOSS_PROBLEM, growing_chain
 from tests.examples import examples
 from tests.strategies import problems, problems_with_variants

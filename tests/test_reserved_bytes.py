@@ -116,7 +116,7 @@ def test_steps_with_an_optimizer_stay_within_the_budget() -> None:
         optimizer.zero_grad(set_to_none=True)
         if index == 2:
             torch.cuda.empty_cache()
-    assert fxremat.reports()[-1].arena_bytes > 0
+    assert fxremat.reports()[-1].memory.own.arena_bytes > 0
     assert torch.cuda.max_memory_reserved() <= budget
 
 

@@ -13,7 +13,7 @@ from fxremat import runtime
 from fxremat.compat.joint_graph import extract_forward_backward, is_tangent, torch_partition
 from fxremat.errors import VerificationFailed
 from fxremat.passes.recompute import apply_plan
-from fxremat.verify.data_flow import check_arrivals, check_data_flow, check_halves, check_split
+from fxremat.verify.data_flow import check_data_flow, check_halves, check_split, check_waits
 from tests import graphs, nets
 from tests.by_hand import ByHand
 
@@ -151,7 +151,7 @@ def test_reading_what_was_not_declared_is_noticed() -> None:
     seen = graphs.capture(graphs.mlp(), [graphs.batch(4, 8)])
     names = [n.name for n in seen.rewritten.saved][1:]
     with pytest.raises(VerificationFailed, match="the backward reads"):
-        check_split(seen.backward.graph, names)
+        check_split(seen.backward.graph, names, seen.forward.graph)
 
 
 def test_what_torch_runs_in_both_halves_is_noticed() -> None:
@@ -165,7 +165,7 @@ def test_what_torch_runs_in_both_halves_is_noticed() -> None:
         plan.module, inputs, num_fwd_outputs=seen.joint.num_forward_outputs, static_inputs=()
     )
     names = [n.name for n in inputs]
-    check_split(backward.graph, names)
+    check_split(backward.graph, names, fx.Graph())
     with pytest.raises(VerificationFailed, match="run in both halves"):
         check_split(backward.graph, names, forward.graph)
 
@@ -296,6 +296,6 @@ def test_what_is_given_away_is_not_used_later(
     late = graph.call_function(runtime.to_device, (given.pop(used), CPU))
     graph.output((late, gradient))
     with pytest.raises(VerificationFailed, match=f"uses {used} after"):
-        check_arrivals(graph)
+        check_waits(graph)
     graphs.replaced(late, *given.values())
-    check_arrivals(graph)
+    check_waits(graph)

@@ -9,21 +9,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from fxremat.core.constants import CALL_US
-from fxremat.core.json_data import from_data
-from fxremat.core.plan import steps_from_json, variants_from_json
-from fxremat.core.problem import Copies, Problem, load_problem
-from fxremat.core.schedule import Step, store_all
-from fxremat.core.timeline import replay
+from fxremat.core.problem import Copies, Problem, problem_from_json
+from fxremat.core.timeline import store_all_peak
 from fxremat.errors import nearest
 from fxremat.planner import SOLVERS
 from fxremat.sizes import parse_bytes
-
-if TYPE_CHECKING:
-    from fxremat.report.front import Front
-    from fxremat.report.report import Report
 
 T = TypeVar("T")
 Commands = Any
@@ -36,11 +29,6 @@ class UsageError(Exception):
 
 Budget = Callable[[Problem], int]
 """Gives the bytes for a problem."""
-
-
-def store_all_peak(problem: Problem) -> int:
-    """The peak of running every op once, in base order."""
-    return replay(problem, store_all(problem)).peak_bytes
 
 
 def read_budget(text: str) -> Budget:
@@ -160,9 +148,8 @@ def naming(path: str) -> Iterator[None]:
 
 
 def read_problem(path: str) -> Problem:
-    """The problem in a file. Raises `InvalidProblem`, which names the field that is wrong."""
-    with naming(path):
-        return load_problem(path)
+    """The problem in a file."""
+    return read_as(path, problem_from_json)
 
 
 def read_json(path: str) -> Any:
@@ -174,33 +161,13 @@ def read_json(path: str) -> Any:
         raise UsageError(f"{path}: not JSON ({error})") from error
 
 
-def _read_as(path: str, make: Callable[[Any], T], refusal: str = "") -> T:
+def read_as(path: str, make: Callable[[Any], T], refusal: str = "") -> T:
     """What a file of JSON holds; without a ``refusal`` the error says what is wrong."""
     data = read_json(path)
     try:
         return make(data)
     except (KeyError, TypeError, ValueError) as error:
         raise UsageError(f"{path}: {refusal or error}") from error
-
-
-def read_plan(path: str) -> tuple[tuple[Step, ...], tuple[str, ...]]:
-    """The steps of the plan in a file, and the variants it takes."""
-    return _read_as(path, lambda data: (steps_from_json(data), variants_from_json(data)))
-
-
-def read_report(path: str) -> Report:
-    """The report in a file, as the option ``report`` writes it."""
-    from fxremat.report.report import Report
-
-    what = "no report of this version of fxremat; the option report writes graph_0.report.json"
-    return _read_as(path, lambda data: from_data(Report, data), what)
-
-
-def read_front(path: str) -> Front:
-    """The front in a file, as ``pareto`` writes it."""
-    from fxremat.report.front import front_from_json
-
-    return _read_as(path, front_from_json, "no front; pareto --out writes one")
 
 
 def write_text(path: str, text: str) -> None:

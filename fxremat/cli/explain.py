@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from functools import partial
 
-from fxremat.cli.arguments import Commands, naming, read_front, read_report
+from fxremat.cli.arguments import Commands, naming, read_as
 from fxremat.cli.step import add_plan, add_step, explained, is_config, planned_for, step_of
-
-if TYPE_CHECKING:
-    from fxremat.report.report import Report
+from fxremat.core.json_data import from_data
+from fxremat.report.exports import write_chrome_trace, write_snapshot
+from fxremat.report.front import front_from_json
+from fxremat.report.page import write_page
+from fxremat.report.report import Report
 
 
 def add(commands: Commands) -> None:
@@ -41,15 +43,14 @@ def reports_of(given: argparse.Namespace) -> Sequence[Report]:
     """Those in the files that are given, or of the step that is planned now."""
     first = given.step[0]
     if len(given.step) > 1 or (first.endswith(".json") and not is_config(first)):
-        return [read_report(path) for path in given.step]
+        what = "no report of this version of fxremat; the option report writes graph_0.report.json"
+        return [read_as(path, partial(from_data, Report), what) for path in given.step]
     with planned_for(given.device):
         return explained(step_of(first, given), given).graphs
 
 
 def run_explain(given: argparse.Namespace) -> int:
     """Print the report of each graph, and write the files that are asked for."""
-    from fxremat.report.exports import write_chrome_trace, write_snapshot
-
     reports = reports_of(given)
     for report in reports:
         print(report)
@@ -63,9 +64,9 @@ def run_explain(given: argparse.Namespace) -> int:
 
 def run_page(given: argparse.Namespace) -> int:
     """Write the page, and print a line for each graph."""
-    from fxremat.report.page import write_page
-
-    front = None if given.front is None else read_front(given.front)
+    front = None
+    if given.front is not None:
+        front = read_as(given.front, front_from_json, "no front; pareto --out writes one")
     reports = reports_of(given)
     for report in reports:
         print(report.summary())

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from fxremat.cli.arguments import Commands
+from fxremat.option_values import machine_memory_bytes
+from fxremat.options import DISABLE_VARIABLE, list_options
 from fxremat.sizes import format_bytes
 from fxremat.version import __version__, cache_folder
 
@@ -48,8 +50,6 @@ def versions() -> dict[str, str]:
 def devices() -> list[dict[str, Any]]:
     """Each device that steps are planned for, with its memory; the CPU is the last."""
     import torch
-
-    from fxremat.option_values import machine_memory_bytes
 
     found: list[dict[str, Any]] = []
     for k in range(torch.cuda.device_count() if torch.version.cuda else 0):
@@ -108,8 +108,6 @@ def _size(folder: Path) -> int:
 
 def settings() -> dict[str, str]:
     """Our environment variables that are set; one that means nothing says so."""
-    from fxremat.options import DISABLE_VARIABLE, list_options
-
     known = {row.variable for row in list_options()} | {DISABLE_VARIABLE}
     found = {name: value for name, value in os.environ.items() if name.startswith("FXREMAT_")}
     unknown = {name: f"{found[name]} (there is no such option)" for name in found.keys() - known}

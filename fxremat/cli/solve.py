@@ -17,18 +17,18 @@ from fxremat.cli.arguments import (
     add_copies,
     add_problem,
     add_time_limit,
-    read_plan,
+    read_as,
     read_problem,
     read_solver,
-    store_all_peak,
     with_copies,
     write_json,
     write_text,
 )
 from fxremat.core.check import check
-from fxremat.core.plan import Plan, plan_to_json
+from fxremat.core.json_data import to_data
+from fxremat.core.plan import Plan, claim_from_json
 from fxremat.core.problem import Problem
-from fxremat.core.timeline import replay
+from fxremat.core.timeline import replay, store_all_peak
 from fxremat.core.variants import take
 from fxremat.planner import SolverOptions, front, solve
 from fxremat.planner.deadline import Deadline, interruptible
@@ -141,7 +141,7 @@ def run_solve(given: argparse.Namespace) -> int:
         return 1
     print(figures(problem, plan))
     if given.out is not None:
-        write_json(given.out, plan_to_json(plan))
+        write_json(given.out, to_data(plan))
     return 0
 
 
@@ -193,13 +193,13 @@ def _with_share(nbytes: int, full: int) -> str:
 def run_check(given: argparse.Namespace) -> int:
     """Check the plan and print the verdict."""
     problem = with_copies(read_problem(given.problem), given)
-    steps, variants = read_plan(given.plan)
+    claim = read_as(given.plan, claim_from_json)
     budget = None if given.budget is None else given.budget(problem)
     try:
-        left = take(problem, variants)
+        left = take(problem, claim.variants)
     except KeyError as error:
         raise UsageError(f"{given.plan}: the problem has no variant {error}") from error
-    verdict = check(left, steps, budget)
+    verdict = check(left, claim.steps, budget)
     print(verdict)
     return 0 if verdict.ok else 1
 

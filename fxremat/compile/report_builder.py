@@ -84,7 +84,7 @@ def _live_at_peak(found: SearchResult) -> tuple[tuple[str, int], ...]:
         return evaluation.dry_run.at_peak
     timeline = replay(evaluation.draft.estimate.problem, evaluation.plan.steps)
     sizes = timeline.problem.bytes_of
-    return tuple((name, sizes[name]) for name in timeline.live_at(timeline.peak_step))
+    return tuple((name, sizes[name]) for name in timeline.live_at_peak())
 
 
 def report_of(

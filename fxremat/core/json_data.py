@@ -43,9 +43,9 @@ def to_data(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} has no form as JSON data")
 
 
-def from_data(kind: type[T], data: Any, path: str = "") -> T:
+def from_data(kind: type[T], data: Any) -> T:
     """The value of a type that the data stand for; raises `InvalidData`."""
-    return cast(T, _read(kind, data, path))
+    return cast(T, _read(kind, data, ""))
 
 
 _EXPECTED = {str: "a string", int: "a whole number", float: "a number", bool: "true or false",
@@ -128,9 +128,6 @@ def _fields_of(kind: Any) -> dict[str, tuple[Any, bool]]:
 def _read_fields(kind: Any, data: Any, path: str) -> Any:
     found, entries = {}, _of_kind(Mapping, data, path, "an object")
     for name, (its, needed) in _fields_of(kind).items():
-        if type(entries.get(name, MISSING)) is its:
-            found[name] = entries[name]
-            continue
         inside = f"{path}.{name}" if path else name
         if name in entries:
             found[name] = _read(its, entries[name], inside)

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from fxremat.core.json_data import InvalidData, from_data, to_data
+from fxremat.core.json_data import InvalidData, from_data
 from fxremat.core.problem import InvalidProblem
 from fxremat.core.schedule import Move, Step, ops_of
 
@@ -49,31 +49,16 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class _Claim:
+class Claim:
     """What is read of a plan from elsewhere; its other fields are replayed."""
 
     steps: tuple[Step, ...]
     variants: tuple[str, ...] = ()
 
 
-def plan_to_json(plan: Plan) -> dict[str, Any]:
-    """The plan as JSON data."""
-    data: dict[str, Any] = to_data(plan)
-    return data
-
-
-def variants_from_json(data: Any) -> tuple[str, ...]:
-    """The variants that a plan file takes; raises `InvalidProblem`."""
-    return _claim(data).variants
-
-
-def steps_from_json(data: Any) -> tuple[Step, ...]:
-    """The steps of a plan file; raises `InvalidProblem`."""
-    return _claim(data).steps
-
-
-def _claim(data: Any) -> _Claim:
+def claim_from_json(data: Any) -> Claim:
+    """What a plan file says; raises `InvalidProblem`."""
     try:
-        return from_data(_Claim, data)
+        return from_data(Claim, data)
     except InvalidData as error:
         raise InvalidProblem(f"plan: {error}") from error

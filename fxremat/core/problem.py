@@ -6,7 +6,6 @@ Sizes are bytes, times are microseconds. The JSON form is ``fxremat-problem/1``.
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from functools import cached_property
@@ -265,16 +264,3 @@ def problem_from_json(data: Any) -> Problem:
 def problem_to_json(problem: Problem) -> dict[str, Any]:
     """The problem as JSON data in the format ``fxremat-problem/1``."""
     return {"format": FORMAT, **to_data(problem)}
-
-
-def load_problem(path: str) -> Problem:
-    """Read a problem from a JSON file; raises `InvalidProblem` where it is malformed."""
-    with open(path, encoding="utf-8") as file:
-        try:
-            data = json.load(file)
-        except json.JSONDecodeError as error:
-            raise InvalidProblem(f"{path}: not JSON ({error})") from error
-    try:
-        return problem_from_json(data)
-    except InvalidProblem as error:
-        raise InvalidProblem(f"{path}: {error}") from error

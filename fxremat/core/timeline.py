@@ -20,7 +20,7 @@ from functools import cached_property
 from itertools import accumulate
 
 from fxremat.core.problem import Copies, Op, Problem
-from fxremat.core.schedule import Kind, Step, ops_of
+from fxremat.core.schedule import Kind, Step, ops_of, store_all
 
 
 @dataclass(frozen=True)
@@ -88,15 +88,6 @@ def time_steps(problem: Problem, steps: Sequence[Step]) -> Timing:
 
 
 @dataclass(frozen=True)
-class Interval:
-    """One copy of a value: live during steps ``start <= step < stop``."""
-
-    value: str
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True)
 class Lifetime:
     """Bytes of one storage, live during steps ``start <= step < stop``, and what it holds first.
 
@@ -117,11 +108,11 @@ class Lifetime:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Bytes live at every step of a schedule."""
+    """Bytes live at every step of a schedule, and each copy of a value that is not resident."""
 
     problem: Problem
     steps: tuple[Step, ...]
-    intervals: tuple[Interval, ...]
+    copies: tuple[Lifetime, ...]
     live_bytes: tuple[int, ...]
     host_bytes: tuple[int, ...]
 
@@ -129,11 +120,6 @@ class Timeline:
     def peak_bytes(self) -> int:
         """The largest number of bytes live at a step; the resident bytes if there is no step."""
         return max(self.live_bytes, default=self.problem.resident_bytes)
-
-    @cached_property
-    def peak_step(self) -> int:
-        """The first step at which the peak is reached."""
-        return self.live_bytes.index(self.peak_bytes) if self.live_bytes else 0
 
     @cached_property
     def host_peak_bytes(self) -> int:
@@ -153,9 +139,10 @@ class Timeline:
             return sum(ops[step].time_us for step in ops_of(self.steps))
         return self.timing.time_us
 
-    def live_at(self, step: int) -> tuple[str, ...]:
-        """Values live at ``step``, largest first; resident values included."""
-        live = {i.value for i in self.intervals if i.start <= step < i.stop}
+    def live_at_peak(self) -> tuple[str, ...]:
+        """Values live at the first step of the peak, largest first; resident values included."""
+        step = self.live_bytes.index(self.peak_bytes) if self.live_bytes else 0
+        live = {one.value for one in self.copies if one.start <= step < one.stop}
         live |= set(self.problem.resident)
         sizes = self.problem.bytes_of
         return tuple(sorted(live, key=lambda name: (-sizes[name], name)))
@@ -169,13 +156,13 @@ def _touched(problem: Problem, step: Step) -> tuple[Iterable[str], Iterable[str]
     return ((), (step.value,)) if step.kind == "to device" else ((step.value,), ())
 
 
-def _copies(problem: Problem, steps: Sequence[Step]) -> list[Interval]:
-    """The live interval of every copy of every value that is not resident."""
-    resident, kept = set(problem.resident), set(problem.outputs)
+def _copies(problem: Problem, steps: Sequence[Step]) -> list[Lifetime]:
+    """The lifetime of every copy of every value that is not resident."""
+    resident, kept, sizes = set(problem.resident), set(problem.outputs), problem.bytes_of
     end = len(steps)
     start: dict[str, int] = {}
     last: dict[str, int] = {}
-    done: list[Interval] = []
+    done: list[Lifetime] = []
     for name in problem.inputs:
         if name not in resident:
             start[name] = last[name] = 0
@@ -190,10 +177,11 @@ def _copies(problem: Problem, steps: Sequence[Step]) -> list[Interval]:
             if name in start:
                 if name in kept:
                     continue
-                done.append(Interval(name, start[name], last[name] + 1))
+                done.append(Lifetime(name, sizes[name], start[name], last[name] + 1))
             start[name] = last[name] = index
     for name, first in start.items():
-        done.append(Interval(name, first, end if name in kept else last[name] + 1))
+        stop = end if name in kept else last[name] + 1
+        done.append(Lifetime(name, sizes[name], first, stop))
     return done
 
 
@@ -233,14 +221,14 @@ def _overtaken(op: Op, ending: set[str], starting: set[str], sizes: Mapping[str,
 def replay(problem: Problem, steps: Sequence[Step]) -> Timeline:
     """The timeline of running ``steps``; raises `KeyError` where a read was never written."""
     ops, sizes = problem.op_of, problem.bytes_of
-    intervals = _copies(problem, steps)
+    copies = _copies(problem, steps)
     kept = set(problem.outputs)
     starting: list[set[str]] = [set() for _ in steps]
     ending: list[set[str]] = [set() for _ in steps]
     delta = [0] * (len(steps) + 1)
-    for copy in intervals if steps else ():
-        delta[copy.start] += sizes[copy.value]
-        delta[copy.stop] -= sizes[copy.value]
+    for copy in copies if steps else ():
+        delta[copy.start] += copy.nbytes
+        delta[copy.stop] -= copy.nbytes
         starting[copy.start].add(copy.value)
         if copy.value not in kept:
             ending[copy.stop - 1].add(copy.value)
@@ -253,7 +241,12 @@ def replay(problem: Problem, steps: Sequence[Step]) -> Timeline:
             own = op.workspace_bytes - _overtaken(op, ending[index], starting[index], sizes)
         live.append(total + own)
     host = _on_host(problem, steps) if problem.copies is not None else (0,) * len(steps)
-    return Timeline(problem, tuple(steps), tuple(intervals), tuple(live), host)
+    return Timeline(problem, tuple(steps), tuple(copies), tuple(live), host)
+
+
+def store_all_peak(problem: Problem) -> int:
+    """The peak of running every op once, in base order."""
+    return replay(problem, store_all(problem)).peak_bytes
 
 
 def lifetimes_of(timeline: Timeline) -> tuple[Lifetime, ...]:
@@ -270,6 +263,6 @@ def lifetimes_of(timeline: Timeline) -> tuple[Lifetime, ...]:
     ]
     return (
         *(Lifetime(name, sizes[name], 0, end) for name in problem.resident),
-        *(Lifetime(one.value, sizes[one.value], one.start, one.stop) for one in timeline.intervals),
+        *timeline.copies,
         *workspaces,
     )

@@ -19,7 +19,8 @@ from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
-from fxremat.core.plan import Plan, plan_to_json, variants_from_json
+from fxremat.core.json_data import to_data
+from fxremat.core.plan import Plan, claim_from_json
 from fxremat.core.problem import Problem, problem_to_json
 from fxremat.core.variants import take
 from fxremat.disk_cache import Answers, Question
@@ -61,7 +62,7 @@ class PlanQuestion:
         started = time.perf_counter()
         plan = self.solved()
         if _is_complete(plan, time.perf_counter() - started, self.options):
-            answers.keep(written, plan_to_json(plan))
+            answers.keep(written, to_data(plan))
         return plan, False
 
     def solved(self) -> Plan:
@@ -71,7 +72,7 @@ class PlanQuestion:
     def claimed(self, claims: Any) -> Plan | None:
         """The plan that an answer on disk stands for; None where it is none."""
         with suppress(ValueError, KeyError, TypeError):
-            variants = variants_from_json(claims)
+            variants = claim_from_json(claims).variants
             plan = claimed_plan(take(self.problem, variants), claims, self.budget_bytes)
             if plan is not None and _agrees(plan, claims):
                 return replace(plan, variants=variants)

@@ -24,7 +24,6 @@ from torch import fx
 
 from fxremat.compat.logs import GRAPH_LOG, PLAN_LOG, artifact_logger, trace_artifact
 from fxremat.core.json_data import to_data
-from fxremat.core.plan import plan_to_json
 from fxremat.core.problem import problem_to_json
 from fxremat.errors import InvalidOption
 from fxremat.report.exports import chrome_trace
@@ -49,7 +48,7 @@ def write_report(path: str, report: Report) -> None:
     """Write the files of one graph; a failure is a warning in the log, and the model compiles."""
     files: dict[str, dict[str, Any]] = {
         "problem": problem_to_json(report.problem),
-        "plan": plan_to_json(report.plan),
+        "plan": to_data(report.plan),
         "report": to_data(report),
     }
     try:
@@ -72,7 +71,7 @@ def tell_report(report: Report) -> None:
     plan_log.debug("%s", report)
     name = f"fxremat_graph_{report.graph}"
     trace_artifact(f"{name}_report", "string", lambda: str(report))
-    trace_artifact(f"{name}_plan", "json", lambda: plan_to_json(report.plan))
+    trace_artifact(f"{name}_plan", "json", lambda: to_data(report.plan))
     trace_artifact(f"{name}_problem", "json", lambda: problem_to_json(report.problem))
     trace_artifact(f"{name}_timeline", "json", lambda: chrome_trace([report]))
 

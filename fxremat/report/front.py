@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 from xml.sax.saxutils import escape
 
+from fxremat.core.json_data import from_data
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
-from fxremat.core.schedule import store_all
-from fxremat.core.timeline import replay
+from fxremat.core.timeline import store_all_peak
 from fxremat.planner.plans import not_beaten
 from fxremat.sizes import GIB, UNITS, exact_bytes, format_bytes
 
@@ -23,6 +23,7 @@ text { font: 11px sans-serif; fill: #222 }
 .title { font-size: 15px; font-weight: bold }
 .grid { stroke: #e4e4e4 } .leader { stroke: #aaa; stroke-width: 0.7 } .axis { stroke: #555 }
 .front { fill: none; stroke-width: 1.6; opacity: 0.75 }
+.mark { stroke: #d55e00; stroke-dasharray: 5 4 }
 """
 
 
@@ -113,7 +114,6 @@ def svg(panels: Sequence[str], columns: int = 1) -> str:
 
 
 COLOURS = ("#0072b2", "#009e73", "#d55e00")
-MARK_COLOUR = "#d55e00"
 ROOM_FOR_LABEL = 150
 
 
@@ -146,8 +146,7 @@ def _draw_mark(text: str, x: float, y: float) -> list[str]:
     left = x > WIDTH - RIGHT - ROOM_FOR_LABEL
     where = 'class="label" text-anchor="end"' if left else 'class="label"'
     return [
-        f'<line class="mark" x1="{x:.1f}" y1="{TOP}" x2="{x:.1f}" y2="{HEIGHT - BOTTOM}" '
-        f'stroke="{MARK_COLOUR}" stroke-dasharray="5 4"/>',
+        draw_line("mark", x, TOP, x, HEIGHT - BOTTOM),
         draw_text(x - 5 if left else x + 5, y, text, where),
     ]
 
@@ -212,7 +211,7 @@ class Point:
 
     peak_bytes: int
     time_us: float
-    time_overhead: float
+    added: float
 
 
 @dataclass(frozen=True)
@@ -239,23 +238,11 @@ class Front:
 
     def to_json(self) -> dict[str, Any]:
         """The front as JSON data; ``added`` and ``of_store_all`` are fractions."""
-        return {
-            "format": FORMAT,
-            "name": self.name,
-            "store_all_peak_bytes": self.store_all_peak_bytes,
-            "base_time_us": self.base_time_us,
-            "budget_bytes": self.budget_bytes,
-            "peak_bound_bytes": self.peak_bound_bytes,
-            "points": [
-                {
-                    "peak_bytes": point.peak_bytes,
-                    "time_us": point.time_us,
-                    "added": point.time_overhead,
-                    "of_store_all": self.of_store_all(point.peak_bytes),
-                }
-                for point in self.points
-            ],
-        }
+        points = [
+            {**asdict(point), "of_store_all": self.of_store_all(point.peak_bytes)}
+            for point in self.points
+        ]
+        return {"format": FORMAT, **asdict(self), "points": points}
 
     def picture(self) -> str:
         """The front as SVG text: added time over bytes, budget and proven bound marked."""
@@ -267,7 +254,7 @@ class Front:
             )
             if nbytes is not None
         ]
-        peaks, added = [p.peak_bytes for p in self.points], [p.time_overhead for p in self.points]
+        peaks, added = [p.peak_bytes for p in self.points], [p.added for p in self.points]
         unit = format_bytes(max(peaks, default=1)).split()[-1]
         size = UNITS[unit]
         widths = [nbytes / size for nbytes in (*peaks, *(nbytes for _, nbytes, _ in marks))]
@@ -299,7 +286,7 @@ class Front:
             note = f"  <- fastest of these within {format_bytes(self.budget_bytes)}"
         return (
             f"  {point.peak_bytes:>20,}  {format_bytes(point.peak_bytes):>11}  "
-            f"{self.of_store_all(point.peak_bytes):>12.1%}  {point.time_overhead:>+10.2%}{note}"
+            f"{self.of_store_all(point.peak_bytes):>12.1%}  {point.added:>+10.2%}{note}"
         )
 
 
@@ -307,36 +294,31 @@ def front_from_json(data: dict[str, Any]) -> Front:
     """A front read back; raises `KeyError`, `TypeError` or `ValueError` where it is not one."""
     if data["format"] != FORMAT:
         raise ValueError(f"format {data['format']!r}, where {FORMAT!r} is read")
-    points = (Point(p["peak_bytes"], p["time_us"], p["added"]) for p in data["points"])
-    fields = ("base_time_us", "store_all_peak_bytes", "budget_bytes", "peak_bound_bytes")
-    return Front(data["name"], tuple(points), *(data[field] for field in fields))
+    return from_data(Front, data)
 
 
 def _point(peak_bytes: int, time_us: float, base_time_us: float) -> Point:
     return Point(peak_bytes, time_us, time_us / base_time_us - 1 if base_time_us else 0.0)
 
 
-def undominated(points: Iterable[Point]) -> tuple[Point, ...]:
+def undominated(points: Sequence[Point]) -> tuple[Point, ...]:
     """The points that no other one beats, fastest first."""
-    offered = list(points)
-    return tuple(offered[k] for k in not_beaten([(p.time_us, p.peak_bytes) for p in offered]))
+    return tuple(points[k] for k in not_beaten([(p.time_us, p.peak_bytes) for p in points]))
 
 
 def front_of(
     problem: Problem,
-    plans: Iterable[Plan],
+    plans: Sequence[Plan],
     *,
     budget_bytes: int | None = None,
     held_bytes: int = 0,
 ) -> Front:
     """The front of these plans of a problem; ``held_bytes`` are held outside of the graph."""
     base = problem.base_time_us
-    bounds, points = [], []
-    for plan in plans:
-        points.append(_point(plan.peak_bytes + held_bytes, plan.time_us, base))
-        bounds.append(plan.peak_bound_bytes)
+    points = [_point(plan.peak_bytes + held_bytes, plan.time_us, base) for plan in plans]
+    bounds = [plan.peak_bound_bytes for plan in plans]
     proven = [bound + held_bytes for bound in bounds if bound is not None]
-    full = replay(problem, store_all(problem)).peak_bytes + held_bytes
+    full = store_all_peak(problem) + held_bytes
     least = max(proven, default=None)
     return Front(problem.name, undominated(points), base, full, budget_bytes, least)
 

@@ -109,6 +109,8 @@ class Numbering:
                 found.of[node] = self.result_of_rows(node.args[0], node.args[1], found)
             elif node.op == "call_function":
                 self.call(node, found, mutated)
+                if is_mutating(node) and isinstance(node.args[0], fx.Node):
+                    found.written[root(node.args[0])] = found.of[node]
         return found
 
     def result_of_rows(self, call: fx.Node, place: int, found: ReadGraph) -> int:
@@ -141,8 +143,6 @@ class Numbering:
         else:
             found.once.append(node.name)
             found.of[node] = self.number((node.target, args, node.name))
-        if is_mutating(node) and isinstance(node.args[0], fx.Node):
-            found.written[root(node.args[0])] = found.of[node]
 
     def arguments(self, argument: Any, found: ReadGraph) -> Any:
         """What a call is given, with the numbers of nodes in their place."""
@@ -160,45 +160,33 @@ def _meant(node: fx.Node) -> dict[str, Any]:
 
 
 def check_waits(graph: fx.Graph) -> None:
-    """Raise `VerificationFailed` where something is used before its transfer has ended.
+    """Raise `VerificationFailed` where a transfer is used too early, or a gradient too late.
 
-    Until it is waited for, nothing but a transfer and its wait may use what a transfer fills. See
-    also `check_arrivals`.
+    Until it is waited for, nothing but a transfer and its wait may use what a transfer fills. From
+    where a gradient has arrived on, an optimizer may step: the weight may change, and the
+    gradient's memory is not there any more. The latter holds for gradients that are added, too.
     """
-    check_arrivals(graph)
-    filling: set[fx.Node] = set()
+    filling, gone = set[fx.Node](), set[fx.Node]()
     for node in graph.nodes:
+        read = set(map(root, node.all_input_nodes))
+        shows = node.op == "output" or is_view(node)
         if node.target in _COPY_WAITS:
             filling.discard(node.args[0])
-        elif node.target not in _MOVES:
-            early = filling.intersection(map(root, node.all_input_nodes))
-            if early and node.op != "output" and not is_view(node):
-                what = f"{node.name} reads {next(iter(early)).name} before it has arrived"
-                raise VerificationFailed("transfers", what)
+        elif node.target not in _MOVES and not shows and (early := filling & read):
+            what = f"{node.name} reads {next(iter(early)).name} before it has arrived"
+            raise VerificationFailed("transfers", what)
+        if node.target is not settle and not shows and (late := gone & read):
+            what = f"{node.name} uses {next(iter(late)).name} after it was given away"
+            raise VerificationFailed("transfers", what)
         if node.target in _MOVES:
             filling.add(node)
-    if filling:
-        names = sorted(node.name for node in filling)[:5]
-        raise VerificationFailed("transfers", f"never waited for: {names}")
-
-
-def check_arrivals(graph: fx.Graph) -> None:
-    """Raise `VerificationFailed` where an optimizer could step too early.
-
-    From there on the weight may change, and the gradient's memory is not there any more. The latter
-    holds for gradients that are added, too.
-    """
-    gone: set[fx.Node] = set()
-    for node in graph.nodes:
-        ends = node.op == "output" or node.target is settle
-        early = gone.intersection(map(root, node.all_input_nodes))
-        if early and not ends and not is_view(node):
-            what = f"{node.name} uses {next(iter(early)).name} after it was given away"
-            raise VerificationFailed("transfers", what)
         if node.target is arrived:
             gone.update(node.args[:2])
         if node.target is accumulated:
             gone.add(root(node.args[0]))
+    if filling:
+        names = sorted(node.name for node in filling)[:5]
+        raise VerificationFailed("transfers", f"never waited for: {names}")
 
 
 def check_data_flow(original: fx.Graph, rewritten: fx.Graph, mutated: Iterable[str]) -> None:
@@ -228,13 +216,13 @@ def _runs(graph: fx.Graph) -> set[str]:
     }
 
 
-def check_split(backward: fx.Graph, saved: Iterable[str], forward: fx.Graph | None = None) -> None:
+def check_split(backward: fx.Graph, saved: Iterable[str], forward: fx.Graph) -> None:
     """Raise `VerificationFailed` where the backward reads what was not declared as saved.
 
-    With ``forward``, also where a node of the whole graph is run in both halves: then something
-    that the backward reads was not saved, and torch ran it a second time.
+    Also where a node of the whole graph is run in both halves: then something that the backward
+    reads was not saved, and torch ran it a second time.
     """
-    twice = _runs(backward) & _runs(forward) if forward is not None else set()
+    twice = _runs(backward) & _runs(forward)
     if twice:
         raise VerificationFailed("saved values", f"run in both halves: {sorted(twice)[:5]}")
     allowed = set(saved)

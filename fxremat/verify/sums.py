@@ -101,8 +101,6 @@ class SumNumbering(Numbering):
         else:
             meant = self._meant(node, found)
             found.of[node] = self._counted(node, found, mutated) if meant is None else meant
-        if is_mutating(node) and isinstance(node.args[0], fx.Node):
-            found.written[root(node.args[0])] = found.of[node]
 
     def _counted(self, node: fx.Node, found: ReadSums, mutated: frozenset[fx.Node]) -> int:
         """The number of a call that is what its operator and its arguments say."""

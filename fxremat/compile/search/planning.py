@@ -12,8 +12,7 @@ from fxremat.core.check import check
 from fxremat.core.constants import OUT_OF_REACH
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
-from fxremat.core.schedule import store_all
-from fxremat.core.timeline import replay
+from fxremat.core.timeline import store_all_peak
 from fxremat.errors import SolverRefused, VerificationFailed
 from fxremat.planner import ProblemRefused, SolverOptions
 from fxremat.planner.plan_cache import PlanQuestion
@@ -55,7 +54,7 @@ class Planning:
     def may_fit(self, problem: Problem, aim: int) -> bool:
         """Whether it is worth asking the planner for the aim: the local search comes near it."""
         return (
-            _all_fits(problem, aim)
+            store_all_peak(problem) <= aim
             or self.solve(problem, aim, ONE_PASS).peak_bytes <= aim
             or self.local_search(problem, 0).peak_bytes <= OUT_OF_REACH * aim
         )
@@ -67,7 +66,7 @@ class Planning:
     def fits_as_it_is(self, problem: Problem, aim: int) -> bool:
         """Whether nothing has to run again, and nothing to move but what lives on the host."""
         if not problem.host:
-            return _all_fits(problem, aim)
+            return store_all_peak(problem) <= aim
         plan = self.solve(problem, aim)
         return plan.peak_bytes <= aim and not plan.repeats() and not plan.moves
 
@@ -110,11 +109,6 @@ class Planning:
             with self.times.stage("verify"):
                 _check(question.problem, plan)
         return plan
-
-
-def _all_fits(problem: Problem, aim: int) -> bool:
-    """Whether everything can be kept."""
-    return replay(problem, store_all(problem)).peak_bytes <= aim
 
 
 def _check(problem: Problem, plan: Plan) -> None:

@@ -43,7 +43,7 @@ from fxremat.compile.search.proposals import (
 )
 from fxremat.compile.search.variant_sets import GraphInVariants, VariantSet
 from fxremat.core.constants import MEASURABLE, OUT_OF_REACH
-from fxremat.core.plan import plan_to_json
+from fxremat.core.json_data import to_data
 from fxremat.core.problem import Problem
 from fxremat.errors import VerificationFailed
 from fxremat.planner.plans import claimed_plan
@@ -79,7 +79,7 @@ def decision_of(found: SearchResult) -> dict[str, Any]:
         "variants": [one.name for one in candidate.draft.taken],
         "order": candidate.order,
         "held": None if candidate.held is None else sorted(candidate.held),
-        "plan": plan_to_json(candidate.plan),
+        "plan": to_data(candidate.plan),
     }
 
 

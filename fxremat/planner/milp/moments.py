@@ -20,7 +20,7 @@ from fxremat.core.constants import ROUNDS
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
 from fxremat.core.schedule import store_all
-from fxremat.core.timeline import replay
+from fxremat.core.timeline import store_all_peak
 from fxremat.planner import constants
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.indexed_problem import build_model, peak_bound
@@ -39,7 +39,7 @@ NAME = "moments"
 def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) -> Plan:
     """The plan of least time within the budget, or of least peak where none fits."""
     deadline = Deadline(options.time_limit_s)
-    if budget_bytes is None or replay(problem, store_all(problem)).peak_bytes <= budget_bytes:
+    if budget_bytes is None or store_all_peak(problem) <= budget_bytes:
         return make_plan(
             problem,
             store_all(problem),
