@@ -88,17 +88,6 @@ def _told_apart(module: fx.GraphModule) -> Iterator[None]:
             node.kwargs = {key: value for key, value in node.kwargs.items() if key != _ALONE}
 
 
-def is_symbol(node: fx.Node) -> bool:
-    """Whether a node is a symbolic number (or a number computed from one)."""
-    return is_sym_node(node)
-
-
-def is_opaque(node: fx.Node) -> bool:
-    """Whether a node is an object that is neither tensor nor number (torch 2.13 and later)."""
-    test = getattr(_partitioners, "is_opaque_node", None)
-    return bool(test(node)) if test is not None else False
-
-
 def input_index(node: fx.Node) -> int | None:
     """Which argument of the compiled graph an input of the joint graph is, if it is one as such."""
     description = node.meta.get("desc")
@@ -156,6 +145,8 @@ def copy_module(
 
 
 _DONATED = "_donated"
+_is_opaque: Any = getattr(_partitioners, "is_opaque_node", lambda node: False)
+"""Whether a node is an object that is neither tensor nor number (torch 2.13 and later)."""
 _EXTRACT_ARGUMENTS = frozenset(inspect.signature(_partitioners._extract_fwd_bwd_modules).parameters)
 
 
@@ -187,9 +178,9 @@ def extract_forward_backward(
     static_inputs: Sequence[fx.Node],
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Split a joint graph at exactly the nodes ``saved``, which must cover the backward's needs."""
-    tensors = [n for n in saved if not is_symbol(n) and not is_opaque(n)]
-    symbols = [n for n in saved if is_symbol(n)]
-    opaque = [n for n in saved if not is_symbol(n) and is_opaque(n)]
+    symbols = [n for n in saved if is_sym_node(n)]
+    opaque = [n for n in saved if n not in symbols and _is_opaque(n)]
+    tensors = [n for n in saved if n not in symbols and n not in opaque]
     extra = [opaque] if "saved_opaque_nodes" in _EXTRACT_ARGUMENTS else []
     forward, backward = _partitioners._extract_fwd_bwd_modules(
         module,
