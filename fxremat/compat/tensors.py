@@ -282,8 +282,3 @@ def tensor_over(
     with _plain():
         made: torch.Tensor = package.from_dlpack(block[begin:end]).view(dtype or torch.uint8)
         return made
-
-
-def is_recorded(device: torch.device) -> bool:
-    """Whether a CUDA graph is recorded now, which has addresses of its own."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

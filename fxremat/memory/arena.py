@@ -26,7 +26,6 @@ import torch
 from fxremat.compat.tensors import (
     EMPTY,
     Empty,
-    is_recorded,
     new_block,
     reinterpret,
     storage_number,
@@ -283,8 +282,9 @@ class Arena:
 
     def enter(self, half: PlacedHalf) -> Places | None:
         """A half begins: its places, without those whose bytes are held; None where it has none."""
-        if self.is_off or is_recorded(self.device):
-            return None
+        on_cuda = self.device.type == "cuda"
+        if self.is_off or (on_cuda and torch.cuda.is_current_stream_capturing()):
+            return None  # a CUDA graph has addresses of its own
         if not self._lock.acquire(blocking=False):
             self.missed += 1
             return None
