@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,7 +107,7 @@ _nothing = always(None)
 """Stands for what a device would do."""
 
 
-def _answers(properties: Properties) -> dict[str, Callable[..., Any]]:
+def _answers(properties: Properties) -> dict[str, Any]:
     """What stands for functions of `torch.cuda`, by their names."""
     answers = {
         "get_device_properties": properties,
@@ -173,7 +173,7 @@ class _Generator(torch.Generator):
         return self
 
 
-def _interface(answers: Mapping[str, Callable[..., Any]]) -> AbstractContextManager[object]:
+def _interface(answers: Mapping[str, Any]) -> AbstractContextManager[object]:
     """What Dynamo and Inductor know of CUDA as one kind of device among others.
 
     It has the functions of `torch.cuda` as they were, or asks for their answers.
