@@ -9,7 +9,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -404,17 +403,3 @@ def test_what_generated_code_allocates_with() -> None:
     made = tensors.EMPTY["cpu"]((2, 3), (4, 1), torch.float16)
     assert (made.shape, made.stride(), made.dtype) == ((2, 3), (4, 1), torch.float16)
     assert "cuda" in tensors.EMPTY
-
-
-def test_a_pool_is_left_as_it_was_entered() -> None:
-    """Without a GPU, only that torch has the functions, and takes them in this order."""
-    pool, calls = mock.Mock(id=(0, 1)), list[Any]()
-    names = [
-        "_cuda_beginAllocateCurrentThreadToPool", "_cuda_endAllocateToPool", "_cuda_releasePool",
-    ]  # fmt: skip
-    device = torch.device("cuda", 0)
-    noted: Any = {name: lambda *args, name=name: calls.append((name, *args)) for name in names}
-    with mock.patch.multiple(torch._C, **noted):
-        tensors.allocate_in_pool(pool, device)
-        tensors.allocate_as_before(pool, device)
-    assert calls == [(name, 0, (0, 1)) for name in names]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from threading import Thread
 from typing import Any
 
@@ -10,7 +12,6 @@ import pytest
 import torch
 
 from fxremat.core.layout import CodeBuffer, HalfLayout, RunLayout, StepLayout
-from fxremat.memory import arena
 from fxremat.memory.arena import Arena, PlacedRun
 from fxremat.runtime.placed import (
     backward_at_places,
@@ -104,21 +105,23 @@ def test_on_a_gpu_streams_wait_and_all_else_comes_from_a_pool(
         def wait_stream(self, other: Stream) -> None:
             calls.append(("waits", self, other))
 
-    def note(name: str) -> Any:
-        return lambda *_: calls.append(name)
+    @contextmanager
+    def noted(pool: object, device: torch.device) -> Iterator[None]:
+        calls.append(device)
+        yield
+        calls.append("as before")
 
     run, streams = placed(half(0)), [Stream(), Stream()]
     run_at(run.forward, ask)
-    monkeypatch.setattr(arena, "allocate_in_pool", note("pool"))
-    monkeypatch.setattr(arena, "allocate_as_before", note("as before"))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams[0])
     monkeypatch.setattr(torch.cuda, "MemPool", object)
-    run.forward.arena.device = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "use_mem_pool", noted)
+    run.forward.arena.device = device = torch.device("cuda", 0)
     for _ in range(2):
         run_at(run.forward, ask)
         streams.reverse()
-    in_pool = ["pool", "as before"]
+    in_pool = [device, "as before"]
     assert calls == [*in_pool, ("waits", *streams[::-1]), *in_pool]
 
 

@@ -290,8 +290,7 @@ def _compiled_node(node: Any) -> Any:
     for _ in range(_VIEWS_BETWEEN):
         if node is None or type(node).__name__ == _NODE_CLASS:
             return node
-        following = [each for each, _ in node.next_functions if each is not None]
-        made = [each for each in following if type(each).__name__ != "AccumulateGrad"]
+        made = [each for each in _following(node) if type(each).__name__ != "AccumulateGrad"]
         node = max(made, key=lambda each: each._sequence_nr(), default=None)
     return None
 

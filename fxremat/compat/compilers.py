@@ -141,19 +141,12 @@ def compile_with_inductor(
 
 @with_stack_room
 def compile_with_aot_eager(
-    gm: fx.GraphModule, inputs: Sequence[Any], partition: Callable[..., Any]
-) -> Callable[..., Any]:
-    """AOTAutograd with our partition; the graphs run as they are, node by node."""
-    return traced_by_aot(gm, inputs, partition)
-
-
-def traced_by_aot(
     gm: fx.GraphModule,
     inputs: Sequence[Any],
     partition: Callable[..., Any],
     decompositions: Mapping[Any, Callable[..., Any]] | None = None,
 ) -> Callable[..., Any]:
-    """What AOTAutograd makes of a Dynamo graph; its parts run as they are, node by node."""
+    """AOTAutograd with our partition; the graphs run as they are, node by node."""
     compiler = aot_autograd(
         fw_compiler=boxed_nop,
         partition_fn=partition,
@@ -165,7 +158,6 @@ def traced_by_aot(
         return compiled
 
 
-@with_stack_room
 def trace_as_inductor(
     gm: fx.GraphModule,
     inputs: Sequence[Any],
@@ -178,7 +170,7 @@ def trace_as_inductor(
         return joint_passes(module, lambda: partition(module, joint_inputs, **kwargs))
 
     with inductor_config.patch(dict(patches)):
-        return traced_by_aot(gm, inputs, with_joint_passes, inductor_decompositions())
+        return compile_with_aot_eager(gm, inputs, with_joint_passes, inductor_decompositions())
 
 
 @with_stack_room

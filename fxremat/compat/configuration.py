@@ -6,34 +6,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch._functorch.config as functorch_config
-from torch._inductor import config as inductor_config
+from torch._functorch import config as _functorch_config
+from torch._inductor import config as _inductor_config
 from torch._inductor import list_mode_options
-from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
+from torch._inductor.custom_graph_pass import CustomGraphPass as CustomGraphPass
+from torch._inductor.custom_graph_pass import CustomPartitionerFn as CustomPartitionerFn
 from torch._inductor.runtime.cache_dir_utils import cache_dir
-from torch._ops import OpOverload
+from torch._ops import OpOverload as OpOverload
 
 try:
-    from torch._inductor.custom_graph_pass import CustomSchedulerPass as SchedulerPass
+    from torch._inductor.custom_graph_pass import CustomSchedulerPass
 except ImportError:  # torch 2.11 has one class for both
-    SchedulerPass = CustomGraphPass  # type: ignore[misc, assignment]
+    CustomSchedulerPass = CustomGraphPass  # type: ignore[misc, assignment]
 
-__all__ = [
-    "CUDAGRAPHS",
-    "PARTITIONER",
-    "POST_GRAD_PASS",
-    "SCHEDULER_PASS",
-    "CustomGraphPass",
-    "CustomPartitionerFn",
-    "OpOverload",
-    "SchedulerPass",
-    "cache_directory",
-    "caches_disabled",
-    "functorch_config",
-    "inductor_config",
-    "inductor_patches",
-    "passes_of",
-]
+SchedulerPass = CustomSchedulerPass
+functorch_config, inductor_config = _functorch_config, _inductor_config
 
 CUDAGRAPHS = "triton.cudagraphs"
 POST_GRAD_PASS = "post_grad_custom_post_pass"

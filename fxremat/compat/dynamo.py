@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import operator
 import os
 import sys
@@ -310,23 +309,13 @@ def inline_regions(gm: fx.GraphModule) -> fx.GraphModule:
 
 def _inline(gm: fx.GraphModule, call: fx.Node, body: fx.GraphModule, given: Any) -> None:
     """What a call gives is computed where it stands."""
-    arguments, copies = iter(given), dict[fx.Node, Any]()
-    results: Any = ()
+    copies = dict(zip(body.graph.find_nodes(op="placeholder"), given, strict=True))
     with gm.graph.inserting_before(call):
-        for node in body.graph.nodes:
-            if node.op == "placeholder":
-                copies[node] = next(arguments)
-            elif node.op == "output":
-                results = fx.map_arg(node.args[0], copies.__getitem__)
-            elif node.op == "get_attr":
-                base = str(node.target).replace(".", "_")
-                names = (base if k == 0 else f"{base}_{k}" for k in itertools.count())
-                name = next(name for name in names if not hasattr(gm, name))
-                setattr(gm, name, attrgetter(str(node.target))(body))
-                copies[node] = gm.graph.get_attr(name)
-                copies[node].meta = dict(node.meta)
-            else:
-                copies[node] = gm.graph.node_copy(node, copies.__getitem__)
+        results: Any = gm.graph.graph_copy(body.graph, copies)
+    for node in body.graph.find_nodes(op="get_attr"):
+        name = f"inlined_{copies[node].name}"  # no two nodes of a graph have one name
+        setattr(gm, name, attrgetter(str(node.target))(body))
+        copies[node].target = name
     for user in list(call.users):
         assert user.target is operator.getitem  # a region gives a tuple
         user.replace_all_uses_with(results[user.args[1]])

@@ -5,25 +5,22 @@ from __future__ import annotations
 import inspect
 import operator
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, cast
 from unittest import mock
 
 import torch
 import torch._functorch.partitioners as _partitioners
 from torch import fx, nn
+from torch._functorch import compile_utils
 from torch._functorch._aot_autograd import graph_compile
-from torch._functorch.compile_utils import fx_graph_cse
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.proxy_tensor import is_sym_node
 from torch.utils._ordered_set import OrderedSet
 
 from fxremat.compat.configuration import functorch_config
 from fxremat.compat.tensors import storage_key
-
-_ALONE = "fxremat_alone"
-"""While equal calls are merged: the argument that tells a call from all others."""
 
 
 def is_tangent(node: fx.Node) -> bool:
@@ -67,36 +64,16 @@ def prepare_joint_graph(module: fx.GraphModule) -> None:
     """
     module.graph.eliminate_dead_code()
     if functorch_config.cse:
-        with _told_apart(module):
-            module.graph = fx_graph_cse(module.graph)
+        # torch's list of calls that draw numbers, and so are no equals, has gaps
+        calls = [n.target for n in module.graph.nodes if _draws(n.target)]
+        random = [*compile_utils.rand_ops, *(call.overloadpacket for call in calls)]
+        with mock.patch.object(compile_utils, "rand_ops", random):
+            module.graph = compile_utils.fx_graph_cse(module.graph)
     if _partitioners.has_recomputable_ops(module):
         _partitioners.cleanup_recompute_tags(module, is_default_partition=False)
     _partitioners.force_save_effectful_ops(module)
     _partitioners.force_save_bw_mutation_src(module)
     module.recompile()
-
-
-@contextmanager
-def _told_apart(module: fx.GraphModule) -> Iterator[None]:
-    """No two random calls are equal: torch's list of those that it does not merge has gaps."""
-    for node in module.graph.nodes:
-        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
-            node.update_kwarg(_ALONE, node.name)
-    yield
-    for node in module.graph.nodes:
-        if _ALONE in node.kwargs:
-            node.kwargs = {key: value for key, value in node.kwargs.items() if key != _ALONE}
-
-
-def is_symbol(node: fx.Node) -> bool:
-    """Whether a node is a symbolic number (or a number computed from one)."""
-    return is_sym_node(node)
-
-
-def is_opaque(node: fx.Node) -> bool:
-    """Whether a node is an object that is neither tensor nor number (torch 2.13 and later)."""
-    test = getattr(_partitioners, "is_opaque_node", None)
-    return bool(test(node)) if test is not None else False
 
 
 def input_index(node: fx.Node) -> int | None:
@@ -139,8 +116,13 @@ def _is_pure(node: fx.Node) -> bool:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return node.op != "call_function" or target is operator.getitem
-    random = torch.Tag.nondeterministic_seeded in target.tags
-    return target.namespace in ("aten", "prims") and not (random or target._schema.is_mutable)
+    changes = _draws(target) or target._schema.is_mutable
+    return target.namespace in ("aten", "prims") and not changes
+
+
+def _draws(target: object) -> bool:
+    """Whether a call draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
 
 
 def copy_module(
@@ -156,6 +138,8 @@ def copy_module(
 
 
 _DONATED = "_donated"
+_is_opaque: Any = getattr(_partitioners, "is_opaque_node", lambda node: False)
+"""Whether a node is an object that is neither tensor nor number (torch 2.13 and later)."""
 _EXTRACT_ARGUMENTS = frozenset(inspect.signature(_partitioners._extract_fwd_bwd_modules).parameters)
 
 
@@ -187,9 +171,9 @@ def extract_forward_backward(
     static_inputs: Sequence[fx.Node],
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Split a joint graph at exactly the nodes ``saved``, which must cover the backward's needs."""
-    tensors = [n for n in saved if not is_symbol(n) and not is_opaque(n)]
-    symbols = [n for n in saved if is_symbol(n)]
-    opaque = [n for n in saved if not is_symbol(n) and is_opaque(n)]
+    symbols = [n for n in saved if is_sym_node(n)]
+    opaque = [n for n in saved if n not in symbols and _is_opaque(n)]
+    tensors = [n for n in saved if n not in symbols and n not in opaque]
     extra = [opaque] if "saved_opaque_nodes" in _EXTRACT_ARGUMENTS else []
     forward, backward = _partitioners._extract_fwd_bwd_modules(
         module,

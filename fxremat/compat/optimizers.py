@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any
+from unittest import mock
 from weakref import ref
 
 import torch
@@ -79,22 +80,19 @@ def steps_as_with(
     is. Hooks that are registered for all optimizers are not told of these steps. ``seen`` is told
     of each op, as by `Watching`.
     """
-    compiler: Any = torch.compiler
     known: list[Any] = base._foreach_supported_types
     plain = all(kind in known for kind in kinds)
     known += [FakeTensor] if plain else []
-    compiling, compiler._is_compiling_flag = compiler._is_compiling_flag, False
-    hooks: Any = base._global_optimizer_pre_hooks, base._global_optimizer_post_hooks
-    registered = [dict(each) for each in hooks]
-    for each in hooks:
-        each.clear()
     try:
-        with torch.compiler.set_stance("force_eager"), _AnyNumber(seen):
+        with (
+            mock.patch.object(torch.compiler, "_is_compiling_flag", False),
+            mock.patch.dict(base._global_optimizer_pre_hooks, clear=True),
+            mock.patch.dict(base._global_optimizer_post_hooks, clear=True),
+            torch.compiler.set_stance("force_eager"),
+            _AnyNumber(seen),
+        ):
             yield
     finally:
-        compiler._is_compiling_flag = compiling
-        for each, known_before in zip(hooks, registered, strict=True):
-            each.update(known_before)
         if plain:
             known.remove(FakeTensor)
 

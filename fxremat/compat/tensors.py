@@ -282,25 +282,3 @@ def tensor_over(
     with _plain():
         made: torch.Tensor = package.from_dlpack(block[begin:end]).view(dtype or torch.uint8)
         return made
-
-
-def allocate_in_pool(pool: Any, device: torch.device) -> None:
-    """What this thread allocates on a GPU comes from a `torch.cuda.MemPool` from now on."""
-    cuda: Any = torch._C
-    cuda._cuda_beginAllocateCurrentThreadToPool(_index(device), pool.id)
-
-
-def allocate_as_before(pool: Any, device: torch.device) -> None:
-    """End what `allocate_in_pool` began, in the same thread."""
-    cuda: Any = torch._C
-    cuda._cuda_endAllocateToPool(_index(device), pool.id)
-    cuda._cuda_releasePool(_index(device), pool.id)
-
-
-def _index(device: torch.device) -> int:
-    return torch.cuda.current_device() if device.index is None else device.index
-
-
-def is_recorded(device: torch.device) -> bool:
-    """Whether a CUDA graph is recorded now, which has addresses of its own."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

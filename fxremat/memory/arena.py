@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any
@@ -26,9 +26,6 @@ import torch
 from fxremat.compat.tensors import (
     EMPTY,
     Empty,
-    allocate_as_before,
-    allocate_in_pool,
-    is_recorded,
     new_block,
     reinterpret,
     storage_number,
@@ -234,7 +231,8 @@ class Arena:
         """Held against the plan when their half had ended."""
         self._is_changed = False
         self._lock = Lock()
-        self._pool: Any = None
+        self._pool: torch.cuda.MemPool | None = None
+        self._in_pool = ExitStack()
         self._stream: Any = None
 
     @property
@@ -284,8 +282,9 @@ class Arena:
 
     def enter(self, half: PlacedHalf) -> Places | None:
         """A half begins: its places, without those whose bytes are held; None where it has none."""
-        if self.is_off or is_recorded(self.device):
-            return None
+        on_cuda = self.device.type == "cuda"
+        if self.is_off or (on_cuda and torch.cuda.is_current_stream_capturing()):
+            return None  # a CUDA graph has addresses of its own
         if not self._lock.acquire(blocking=False):
             self.missed += 1
             return None
@@ -294,7 +293,7 @@ class Arena:
             self._wait_for_others()
             places = self._places(half)
             if places is not None:
-                self._use_pool()
+                self._in_pool.enter_context(self.own_pool())
                 self.entered += 1
                 is_in = True
             return places
@@ -305,8 +304,7 @@ class Arena:
     def leave(self, half: PlacedHalf) -> None:
         """It has ended, or failed: what is held of it that should not be is watched from now on."""
         try:
-            if self._pool is not None:
-                allocate_as_before(self._pool, self.device)
+            self._in_pool.close()
             self._leaked.update(dict.fromkeys(held(half.within)))
         finally:
             self._lock.release()
@@ -457,20 +455,10 @@ class Arena:
             stream.wait_stream(self._stream)
         self._stream = stream
 
-    @contextmanager
-    def own_pool(self) -> Iterator[None]:
-        """Inside, what this thread allocates comes from the pool."""
-        self._use_pool()
-        try:
-            yield
-        finally:
-            if self._pool is not None:
-                allocate_as_before(self._pool, self.device)
-
-    def _use_pool(self) -> None:
-        """What this thread allocates until the half ends comes from the pool."""
+    def own_pool(self) -> AbstractContextManager[object]:
+        """Inside, what this thread allocates on a GPU comes from the pool."""
         if self.device.type != "cuda":
-            return
+            return nullcontext()
         if self._pool is None:
             self._pool = torch.cuda.MemPool()
-        allocate_in_pool(self._pool, self.device)
+        return torch.cuda.use_mem_pool(self._pool, self.device)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fxremat.compat.dynamo import checkpointed_regions, mark_dynamic
+from fxremat.compat.dynamo import checkpointed_regions, mark_dynamic, with_stack_room
 from fxremat.compat.joint_graph import torch_partition
 from fxremat.compat.tensors import (
     apart_from_tracing,
@@ -160,6 +160,7 @@ class _Fitting:
     options: Mapping[str, Any]
     whole: bool
 
+    @with_stack_room
     def run(self) -> Fit:
         """Find the largest sizes."""
         weights = list(self.model.parameters()) if isinstance(self.model, nn.Module) else []

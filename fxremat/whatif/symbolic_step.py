@@ -24,7 +24,6 @@ from fxremat.compat.configuration import (
     SCHEDULER_PASS,
     inductor_config,
 )
-from fxremat.compat.dynamo import with_stack_room
 from fxremat.compat.joint_graph import copy_module, without_user_tags
 from fxremat.compat.sizes import sizes_at, symbols_seen
 from fxremat.compile.cost_model import CostModel, cost_model
@@ -162,7 +161,6 @@ class SymbolicStep:
         """Of torch's own partition as one of the sizes varies, in what the budget counts."""
         costs = self.costs
 
-        @with_stack_room
         def dry_run(size: int) -> DryRun:
             with self.at({**sizes, what: size}):
                 _, code = self._as_torch
@@ -171,7 +169,6 @@ class SymbolicStep:
 
         return PeaksBySize(dry_run, partial(plain_peak, request=costs.request))
 
-    @with_stack_room
     def torch_time_us(self, sizes: Sizes) -> float:
         """The planned time of torch's own partition at these sizes, in microseconds."""
         with self.at(sizes):
@@ -189,7 +186,6 @@ class SymbolicStep:
             code = generate_step(*cut.halves, num_fwd_outputs=cut.num_forward_outputs)
         return cut.halves, code
 
-    @with_stack_room
     def with_numbers(self, sizes: Sizes) -> SymbolicStep:
         """The same step with its sizes as numbers, which variants need."""
         values = {symbol: sizes[name] for symbol, name in self.names.items()}
@@ -203,14 +199,12 @@ class SymbolicStep:
             )
         return replace(made, times=self.times)
 
-    @with_stack_room
     def untagged(self) -> SymbolicStep:
         """The same step without the tags of checkpoints, which leave all else as it is."""
         draft = replace(self.given, module=without_user_tags(self.given.module))
         with self.there():
             return _prepared(draft, self.costs.request, self.names, self.costs.name, self.there)
 
-    @with_stack_room
     def quickest(self, budget_bytes: int) -> Expected:
         """A plan that is found quickly for sizes that are numbers, and bytes of the graph alone.
 
@@ -228,7 +222,6 @@ class SymbolicStep:
             ]
         best = min(found, key=lambda one: _time_and_peak(one.plan, budget_bytes))
 
-        @with_stack_room
         def dry_run_peak() -> int:
             with self.there():
                 return Evaluator(runner).evaluate(best).peak_bytes

@@ -31,7 +31,6 @@ CUDA = torch.device("cuda", 0)
 _ASKED_OF_TORCH = (
     "torch.utils._triton",
     "torch._inductor.utils",
-    "torch._inductor.runtime.hints",
     "torch._inductor.codegen.cuda.cuda_env",
 )
 """Modules whose functions remember what the device has said."""
@@ -43,9 +42,6 @@ class Properties:
 
     warp_size = 32
     gcnArchName = ""
-    is_integrated = 0
-    is_multi_gpu_board = 0
-    uuid = "absent"
 
     name: str
     major: int
@@ -85,13 +81,14 @@ def pretending(properties: Properties) -> Iterator[None]:
     joint_graph.lazy_init(_HERE)
     post_grad.lazy_init()
     name, absent = "triton_hash_with_backend", f"absent-{properties.architecture}"
+    answers = _answers(properties)
     with (
         fake_cuda(),
-        mock.patch.multiple(torch.cuda, create=True, **_answers(properties)),
+        mock.patch.multiple(torch.cuda, create=True, **answers),
+        mock.patch.object(torch.cuda, "default_generators", (_Generator(),), create=True),
         mock.patch.object(torch._C, "_cuda_getCurrentRawStream", always(0), create=True),
-        mock.patch.object(DeviceProperties, "create", _described_by(properties)),
         mock.patch.object(triton_utilities, name, always(absent), create=True),
-        _interface(properties),
+        _interface(answers),
         mock.patch.object(joint_graph, "lazy_init", _nothing),
         mock.patch.object(post_grad, "lazy_init", _nothing),
         _constants_on_host(),
@@ -111,7 +108,7 @@ _nothing = always(None)
 
 
 def _answers(properties: Properties) -> dict[str, Any]:
-    """Functions of `torch.cuda`, and what stands for them."""
+    """What stands for functions of `torch.cuda`, by their names."""
     answers = {
         "get_device_properties": properties,
         "get_device_capability": properties.capability,
@@ -125,31 +122,7 @@ def _answers(properties: Properties) -> dict[str, Any]:
         "_exchange_device": 0,
         "_maybe_exchange_device": 0,
     }
-    functions = {name: always(answer) for name, answer in answers.items()}
-    return {"default_generators": (_Generator(),), **functions}
-
-
-def _described_by(properties: Properties) -> Any:
-    """What Inductor's code says of a device."""
-    known = DeviceProperties.create
-    own = {name: getattr(properties, name) for name in _FIELDS if name in DeviceProperties._fields}
-
-    def described(device: torch.device) -> DeviceProperties:
-        if device.type != "cuda":
-            return known(device)
-        return DeviceProperties(type="cuda", index=0, cc=properties.architecture, **own)
-
-    return staticmethod(described)
-
-
-_FIELDS = (
-    "multi_processor_count",
-    "major",
-    "regs_per_multiprocessor",
-    "max_threads_per_multi_processor",
-    "max_threads_per_block",
-    "warp_size",
-)
+    return {name: always(answer) for name, answer in answers.items()}
 
 
 @contextmanager
@@ -200,29 +173,15 @@ class _Generator(torch.Generator):
         return self
 
 
-def _interface(properties: Properties) -> AbstractContextManager[object]:
-    """What Dynamo and Inductor know of CUDA as one kind of device among others."""
-    cuda = interfaces.CudaInterface
-    worker = {"get_device_properties": properties, "current_device": 0}
-    answers = {
-        **worker,
-        "is_available": True,
-        "get_compute_capability": properties.architecture,
-        "device_count": 1,
-        "synchronize": None,
-        "exchange_device": 0,
-        "maybe_exchange_device": 0,
-        "is_bf16_supported": properties.major >= 8,
-        "is_triton_capable": True,
-        "raise_if_triton_unavailable": None,
-    }
+def _interface(answers: Mapping[str, Any]) -> AbstractContextManager[object]:
+    """What Dynamo and Inductor know of CUDA as one kind of device among others.
 
-    def answering(base: Any, answers: Mapping[str, Any]) -> Any:
-        own = {name: staticmethod(always(answer)) for name, answer in answers.items()}
-        return type(base.__name__, (base,), own)
-
-    interface = answering(cuda, answers)
-    interface.Worker = answering(cuda.Worker, worker)
+    It has the functions of `torch.cuda` as they were, or asks for their answers.
+    """
+    cuda: Any = interfaces.CudaInterface
+    own = {name.removeprefix("_"): staticmethod(answer) for name, answer in answers.items()}
+    worker = type("Worker", (cuda.Worker,), own)
+    interface = type("CudaInterface", (cuda,), {**own, "Worker": worker})
     interfaces.get_interface_for_device("cpu")  # all kinds are registered at first use
     both = {"cuda": interface, "cuda:0": interface}
     return mock.patch.dict(interfaces.device_interfaces, both)
@@ -265,6 +224,8 @@ def _forgetting() -> Iterator[None]:
 
 
 def _forget() -> None:
+    describe: Any = DeviceProperties.create
+    describe.cache_clear()
     for name in _ASKED_OF_TORCH:
         module: ModuleType | None = sys.modules.get(name)
         for value in list(vars(module).values()) if module is not None else []:
@@ -274,9 +235,6 @@ def _forget() -> None:
 @contextmanager
 def _driver(properties: Properties) -> Iterator[None]:
     """Triton's driver, which Inductor asks for the target and for shared memory."""
-    if not has_triton():
-        yield
-        return
     from torch._inductor.runtime import triton_helpers
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver

@@ -22,13 +22,12 @@ from fxremat.compat.absent.attention import for_capability
 from fxremat.compat.absent.autocast import has_kernel
 from fxremat.compat.absent.pretending import CUDA, Properties, pretending
 from fxremat.compat.compilers import (
+    compile_with_aot_eager,
     in_fake_mode_of,
     inductor_decompositions,
     joint_passes,
-    traced_by_aot,
 )
 from fxremat.compat.configuration import inductor_config
-from fxremat.compat.dynamo import with_stack_room
 from fxremat.compat.joint_graph import copy_module, torch_partition
 from fxremat.compat.sizes import planned_inputs, sizes_at
 from fxremat.compat.tensors import apart_from_tracing
@@ -37,7 +36,6 @@ ABSENT = {"shape_padding": False, "max_autotune": False, "max_autotune_gemm": Fa
 """What Inductor decides by running kernels cannot be decided here."""
 
 
-@with_stack_room
 def trace_for_absent(
     gm: fx.GraphModule,
     inputs: Sequence[Any],
@@ -58,7 +56,7 @@ def trace_for_absent(
             joint_passes(there, lambda: partition(there, joint_inputs, **kwargs))
         return torch_partition(module, joint_inputs, **kwargs)
 
-    return traced_by_aot(gm, inputs, on_device, {})
+    return compile_with_aot_eager(gm, inputs, on_device, {})
 
 
 @contextmanager

@@ -239,7 +239,7 @@ def _kernel_of(task: Any) -> _Kernel | None:
     from torch._inductor import codecache
 
     worker: Any = codecache._worker_compile_cpp
-    if not isinstance(task, functools.partial) or task.func is not worker or os.name == "nt":
+    if not isinstance(task, functools.partial) or task.func is not worker:
         return None
     _, builders = task.args
     if len(builders) != 1:
@@ -252,8 +252,7 @@ def _kernel_of(task: Any) -> _Kernel | None:
 
 _waiting: queue.SimpleQueue[Sequence[_Kernel]] = queue.SimpleQueue()
 _workers = list[threading.Thread]()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_workers.clear)  # a child has none of them
+os.register_at_fork(after_in_child=_workers.clear)  # a child has none of them
 
 
 def _compile_in(workers: int, kernels: Sequence[_Kernel]) -> None:

@@ -22,18 +22,11 @@ from fxremat.core.constants import MOST_READY
 
 log = logging.getLogger(__name__)
 
-_LEFT_ALONE = (
-    "cpp_wrapper",
-    "aot_mode",
-    "fx_wrapper",
-    "is_inference",
-    "is_const_graph",
-    "const_output_index",
-    "const_wrapper_code",
-    "const_kernel_code",
-    "const_module",
-)
-"""Arguments of Inductor's lowering that `generate` does not give: falsy ones are alike."""
+_UNDERSTOOD = frozenset({
+    "example_inputs", "extern_node_serializer", "get_decomp_fn", "graph_id", "inputs_to_check",
+    "is_backward", "shape_env",
+})  # fmt: skip
+"""Arguments of Inductor's lowering; of others, which `generate` does not give, falsy is alike."""
 
 _ready: dict[str, Lowered] = {}
 
@@ -124,7 +117,7 @@ def _taken(gm: fx.GraphModule, kwargs: dict[str, Any]) -> Any:
     """The lowering that was handed over for this graph, which no one else is given; or None."""
     from torch._inductor.utils import get_donated_idxs
 
-    if not _ready or any(kwargs.get(name) for name in _LEFT_ALONE):
+    if not _ready or any(kwargs[name] for name in kwargs.keys() - _UNDERSTOOD):
         return None
     checked = kwargs.get("inputs_to_check")
     if checked and checks_are_written():
