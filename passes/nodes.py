@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -94,13 +96,22 @@ def copy_named(graph: fx.Graph, node: fx.Node, lookup: Lookup, name: str) -> fx.
     return new
 
 
-def adder(graph: fx.Graph, like: fx.Node) -> Add:
-    """It adds calls at the graph's point of insertion, all of them described like one node."""
+def adder(graph: fx.Graph, like: fx.Node, before: fx.Node | None = None) -> Add:
+    """It adds calls before a node, all of them described like one node.
+
+    Without ``before`` they stand at the graph's point of insertion.
+    """
 
     def add(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        return add_call(graph, target, args, like, **kwargs)
+        with nullcontext() if before is None else graph.inserting_before(before):
+            return add_call(graph, target, args, like, **kwargs)
 
     return add
+
+
+def items(add: Add, call: fx.Node, *positions: int) -> tuple[fx.Node, ...]:
+    """Results of a call that has several, by their positions."""
+    return tuple(add(operator.getitem, call, position) for position in positions)
 
 
 def copy_calls(add: Add, nodes: Iterable[fx.Node], new: dict[fx.Node, fx.Node]) -> None:

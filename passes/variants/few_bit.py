@@ -21,7 +21,7 @@ whole calls such as gelu_backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -35,10 +35,9 @@ from fxremat.core.constants import FEW_BIT_GRID, MEASURABLE
 from fxremat.passes.joint_graph import JointGraph, Role, is_repeatable, is_tensor, is_view
 from fxremat.passes.materialisation import is_fusable, is_reduction
 from fxremat.passes.nodes import Add, fake, laid_out_like, run_calls
-from fxremat.passes.variants.insertion import Rule, Site, StandIns
+from fxremat.passes.variants.insertion import Rule, Site, StandIns, Target
 from fxremat.passes.variants.packed_bits import pack, unpack
 from fxremat.passes.variants.saved_values import (
-    Inserter,
     as_dtype,
     has_order,
     is_float,
@@ -118,16 +117,15 @@ class _Product:
                 self.tables[bits] = replace(steps, boundaries=tuple(exact))
         return self.tables[bits]
 
-    def insert(self, graph: fx.Graph, where: Mapping[fx.Node, fx.Node], *, bits: int) -> StandIns:
+    def insert(self, into: Target, *, bits: int) -> StandIns:
         """Save which level, and multiply the gradient by it."""
         table = self.table(bits)
-        x, last, gradient = (where[n] for n in (self.x, self.last, self.gradient))
-        inserter = Inserter(graph, x, last, last)
-        planes = planes_of(inserter.early, x, table.boundaries)
-        found = derivative(inserter.late, planes, table.levels, fake(x))
-        factors = (as_dtype(inserter.late, n, fake(last).dtype) for n in (gradient, found))
-        product = inserter.late(_ATEN.mul.Tensor, *factors)
-        return {last: laid_out_like(last, product, inserter.late)}
+        x, last, gradient = map(into, (self.x, self.last, self.gradient))
+        late = into.before(last)
+        planes = planes_of(into.behind(x, last), x, table.boundaries)
+        found = derivative(late, planes, table.levels, fake(x))
+        factors = (as_dtype(late, n, fake(last).dtype) for n in (gradient, found))
+        return {self.last: laid_out_like(last, late(_ATEN.mul.Tensor, *factors), late)}
 
 
 # --- finding -----------------------------------------------------------------------------
