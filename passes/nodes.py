@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -129,6 +129,25 @@ def run_calls(nodes: Iterable[fx.Node], known: dict[fx.Node, Any], device: torch
         known[node] = node.target(*args, **kwargs)  # type: ignore[operator]
 
 
+def narrowings(
+    starts: Iterable[fx.Node], sources: Callable[[fx.Node], Iterable[fx.Node] | None]
+) -> Iterator[fx.Node]:
+    """Nodes that all of ``starts`` follow from, nearest first; it ends where there are no sources.
+
+    Nodes are taken from the last to the first; where one alone waits, all paths go through it.
+    """
+    waiting, seen = set(starts), set(starts)
+    while waiting:
+        last = max(waiting)
+        if len(waiting) == 1:
+            yield last
+        found = sources(last)
+        if found is None:
+            return
+        waiting = (waiting - {last}) | (set(found) - seen)
+        seen |= waiting
+
+
 def laid_out_like(old: fx.Node, new: fx.Node, add: Add) -> fx.Node:
     """``new``, or a copy of it whose dimensions lie in memory in the order of those of ``old``."""
     if _strides(new) == _strides(old):
@@ -164,19 +183,10 @@ class Ancestry:
                 bits |= self._bits[source]
             self._bits[node] = bits
 
-    def of(self, node: fx.Node) -> Ancestors:
-        return Ancestors(self._bits[node], self._place)
-
-
-class Ancestors:
-    """A set of nodes that only tells whether a node is in it."""
-
-    def __init__(self, bits: int, place: Mapping[fx.Node, int]) -> None:
-        self._bits, self._place = bits, place
-
-    def __contains__(self, node: object) -> bool:
-        place = self._place.get(node) if isinstance(node, fx.Node) else None
-        return place is not None and bool(self._bits >> place & 1)
+    def depends(self, node: fx.Node, source: fx.Node) -> bool:
+        """Whether a node is computed from another, or is it."""
+        place = self._place.get(source)
+        return place is not None and bool(self._bits[node] >> place & 1)
 
 
 def fake(node: fx.Node) -> torch.Tensor:

@@ -21,7 +21,7 @@ whole calls such as gelu_backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -34,7 +34,7 @@ from fxremat.compat.tensors import outside_fake_mode
 from fxremat.core.constants import FEW_BIT_GRID, MEASURABLE
 from fxremat.passes.joint_graph import JointGraph, Role, is_repeatable, is_tensor, is_view
 from fxremat.passes.materialisation import is_fusable, is_reduction
-from fxremat.passes.nodes import Add, fake, laid_out_like, run_calls
+from fxremat.passes.nodes import Add, fake, laid_out_like, narrowings, run_calls
 from fxremat.passes.variants.insertion import Rule, Site, StandIns, Target
 from fxremat.passes.variants.packed_bits import pack, unpack
 from fxremat.passes.variants.saved_values import (
@@ -131,25 +131,6 @@ class _Product:
 # --- finding -----------------------------------------------------------------------------
 
 
-def _narrowings(
-    starts: Iterable[fx.Node], sources: Callable[[fx.Node], Iterable[fx.Node] | None]
-) -> Iterator[fx.Node]:
-    """Nodes that all of ``starts`` follow from, nearest first; it ends where there are no sources.
-
-    Nodes are taken from the last to the first; where one alone waits, all paths go through it.
-    """
-    waiting, seen = set(starts), set(starts)
-    while waiting:
-        last = max(waiting)
-        if len(waiting) == 1:
-            yield last
-        found = sources(last)
-        if found is None:
-            return
-        waiting = (waiting - {last}) | (set(found) - seen)
-        seen |= waiting
-
-
 def _is_number(node: fx.Node) -> bool:
     """A tensor of one number that is written in the graph."""
     return _is_elementwise(node) and fake(node).dim() == 0 and not node.all_input_nodes
@@ -172,7 +153,7 @@ def _product(
         inside.update((node, *numbers))
         return [source for source in node.all_input_nodes if source not in numbers]
 
-    for x in _narrowings(read, sources):
+    for x in narrowings(read, sources):
         if fake(x).dtype == torch.bool:  # a mask: `packed_bits` saves it exactly
             return None
         if not made_in_forward(joint, x) or fake(x).shape != shape or not inside:
@@ -206,7 +187,7 @@ def _regions(
         others.update(n for n in node.all_input_nodes if n not in late)
         return late
 
-    for gradient in _narrowings([last], sources):
+    for gradient in narrowings([last], sources):
         numbers = set(filter(_is_number, others))
         is_like = is_tensor(gradient) and fake(gradient).shape == fake(last).shape
         if inside and others - numbers and is_like:

@@ -102,8 +102,8 @@ class InsertedVariant:
     rule: str
     nodes: tuple[fx.Node, ...]
     stand_ins: Mapping[fx.Node, fx.Node]
-    computed_from: Mapping[fx.Node, Container[fx.Node]]
-    """Everything that each stand-in is computed from."""
+    ancestry: Ancestry
+    """What the nodes of the graph are computed from, those of variants included."""
     backward_only: frozenset[fx.Node]
     """Stand-ins that only the backward reads."""
     forward_readers: frozenset[fx.Node]
@@ -114,7 +114,7 @@ class InsertedVariant:
         new = self.stand_ins.get(source)
         if (
             new is None
-            or reader in self.computed_from[new]
+            or self.ancestry.depends(new, reader)
             or (new in self.backward_only and reader in self.forward_readers)
         ):
             return source
@@ -250,13 +250,13 @@ class _Inserting:
         nodes = tuple(node for node in self.graph.nodes if node not in self.known)
         self.known.update(nodes)
         self.ancestry.add(nodes)
-        computed_from = {new: self.ancestry.of(new) for new in stand_ins.values()}
+        depends = self.ancestry.depends
         returned = {stand_ins[old] for old in self.forward_results if old in stand_ins}
         rebuilt = {
-            new for old, new in stand_ins.items() if site.backward_only or old in computed_from[new]
+            new for old, new in stand_ins.items() if site.backward_only or depends(new, old)
         } - returned
         early = {new for old, new in stand_ins.items() if role[old] is Role.FORWARD} - rebuilt
-        needed = {node for node in nodes if any(node in computed_from[new] for new in early)}
+        needed = {node for node in nodes if any(depends(new, node) for new in early)}
         self._give_roles(nodes, needed, rebuilt)
         for index, node in enumerate(nodes):
             stored = STORED if STORED in node.meta else ""
@@ -266,7 +266,7 @@ class _Inserting:
             rule=site.rule,
             nodes=nodes,
             stand_ins=stand_ins,
-            computed_from=computed_from,
+            ancestry=self.ancestry,
             backward_only=frozenset(
                 new
                 for new in stand_ins.values()
