@@ -14,9 +14,9 @@ boundary is then moved to where f crosses from one level to the next. The table 
 the nodes of the graph, so no activation has to be known by name. Functions are taken only if they
 are flat outside of the grid, within MEASURABLE parts of their most.
 
-What is lost is bounded in the mean over the grid (`Steps.mean_error`), not for single elements. The
-error has a bias; the paper trains with it. The executor "aot_eager" has no site: its graphs have
-whole calls such as gelu_backward.
+What is lost is bounded in the mean over the grid, not for single elements. The error has a bias;
+the paper trains with it. The executor "aot_eager" has no site: its graphs have whole calls such as
+gelu_backward.
 """
 
 from __future__ import annotations
@@ -269,8 +269,6 @@ class Steps:
 
     boundaries: tuple[float, ...]
     levels: tuple[float, ...]
-    mean_error: float
-    """The root of the mean squared error over the grid."""
 
 
 def _costs(values: torch.Tensor) -> torch.Tensor:
@@ -300,7 +298,6 @@ def optimal_steps(grid: torch.Tensor, values: torch.Tensor, levels: int) -> Step
     return Steps(
         boundaries=tuple(float(grid[i - 1] + grid[i]) / 2 for i in inner),
         levels=tuple(float(part.mean()) for part in parts),
-        mean_error=float((best[-1] / len(values)).clamp(min=0).sqrt()),
     )
 
 
