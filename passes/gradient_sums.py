@@ -136,20 +136,6 @@ def _erase_unread(graph: fx.Graph, nodes: list[fx.Node]) -> None:
             _erase_unread(graph, sources)
 
 
-def accumulate_sums(graph: fx.Graph) -> bool:
-    """Rewrite the sums of a joint graph, in place; True if there were any."""
-    backward = backward_closure(graph)
-    found = False
-    for sum_node in list(graph.nodes):
-        if sum_node not in backward or not _is_sum(sum_node):
-            continue
-        earlier, later = sorted(map(root, sum_node.all_input_nodes))
-        if {earlier, later} <= backward and _may_join(sum_node, earlier, later):
-            backward.add(_join(graph, sum_node, earlier, later))
-            found = True
-    return found
-
-
 @dataclass(frozen=True)
 class GradientSums(Pass):
     """Adds summands onto each other; for graphs that Inductor compiles.
@@ -164,7 +150,15 @@ class GradientSums(Pass):
             self.demand(node.target is not accumulated, f"{node.name} has been put in before")
 
     def call(self, module: fx.GraphModule) -> Changed:
-        return in_place(module, accumulate_sums(module.graph))
+        backward, found = backward_closure(module.graph), False
+        for sum_node in list(module.graph.nodes):
+            if sum_node not in backward or not _is_sum(sum_node):
+                continue
+            earlier, later = sorted(map(root, sum_node.all_input_nodes))
+            if {earlier, later} <= backward and _may_join(sum_node, earlier, later):
+                backward.add(_join(module.graph, sum_node, earlier, later))
+                found = True
+        return in_place(module, found)
 
     def ensures(self, module: fx.GraphModule) -> None:
         """The graph is well formed, and every call that gives something says what."""

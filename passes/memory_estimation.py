@@ -18,7 +18,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import fx
@@ -58,11 +57,8 @@ from fxremat.runtime import accumulated
 TANGENTS = "tangents"
 
 
-class OpTimer(Protocol):
-    """Says how long an op takes."""
-
-    def __call__(self, nodes: tuple[fx.Node, ...], traffic: int) -> float:
-        """Microseconds of running ``nodes`` as one kernel."""
+OpTimer = Callable[[tuple[fx.Node, ...], int], float]
+"""Microseconds of running nodes as one kernel, which reads and writes so many bytes."""
 
 
 @dataclass(frozen=True)
@@ -103,24 +99,23 @@ def nbytes(tensor: torch.Tensor) -> int:
     return extent(sizes, strides) * tensor.dtype.itemsize
 
 
+@dataclass
 class _Builder:
     """Walks the joint graph once and collects values and ops."""
 
-    def __init__(
-        self, joint: JointGraph, materialisation: Materialisation, timer: OpTimer,
-        workspace: Callable[[fx.Node], int], device: str, inserted: Sequence[InsertedVariant],
-        overwritable: Mapping[fx.Node, fx.Node],
-    ) -> None:  # fmt: skip
-        self.joint, self.materialisation = joint, materialisation
-        self.timer, self.device = timer, device
-        self.inserted, self.overwritable = inserted, overwritable
-        self.workspace = workspace
-        self.bytes: dict[str, int] = {}
-        self.slices: dict[str, RecomputeSlice] = {}
-        self.ops: dict[str, Op] = {}
-        self.fetch_sources: dict[str, fx.Node] = {}
-        self.put_nodes: dict[str, fx.Node] = {}
-        self.accumulated_values: dict[str, str] = {}
+    joint: JointGraph
+    materialisation: Materialisation
+    timer: OpTimer
+    workspace: Callable[[fx.Node], int]
+    device: str
+    inserted: Sequence[InsertedVariant]
+    overwritable: Mapping[fx.Node, fx.Node]
+    bytes: dict[str, int] = field(default_factory=dict)
+    slices: dict[str, RecomputeSlice] = field(default_factory=dict)
+    ops: dict[str, Op] = field(default_factory=dict)
+    fetch_sources: dict[str, fx.Node] = field(default_factory=dict)
+    put_nodes: dict[str, fx.Node] = field(default_factory=dict)
+    accumulated_values: dict[str, str] = field(default_factory=dict)
 
     def size(self, node: fx.Node) -> int:
         """Bytes of a value on the budget's device; elsewhere it costs nothing here."""

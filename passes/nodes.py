@@ -77,12 +77,17 @@ def add_call(
     taken from there.
     """
     node = graph.call_function(target, args, kwargs)
-    fake_args, fake_kwargs = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
-    with fake_mode_of(graph):
-        node.meta["val"] = target(*fake_args, **fake_kwargs)
+    work_out_result(node)
     kept = ("stack_trace", "nn_module_stack", "source_fn_stack", "partitioner_tag", "seq_nr")
     node.meta.update({key: like.meta[key] for key in kept if key in like.meta})
     return node
+
+
+def work_out_result(node: fx.Node) -> None:
+    """The fake result of a call, from those of what it reads."""
+    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
+    with fake_mode_of(node.graph):
+        node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
 
 
 def copy_named(graph: fx.Graph, node: fx.Node, lookup: Lookup, name: str) -> fx.Node:
