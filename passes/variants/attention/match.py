@@ -26,7 +26,6 @@ from fxremat.passes.variants.attention.layout import Product, Seen, origin, swap
 from fxremat.passes.variants.attention.scores import (
     Reading,
     number,
-    packets,
     read,
     read_softmax,
     reduces,
@@ -145,9 +144,6 @@ def _subtracts(node: fx.Node, product: fx.Node, total: fx.Node, same: set[fx.Nod
 
 
 def find_attention(joint: JointGraph) -> Iterator[Attention]:
-    names = packets(joint.module.graph)
-    if not names & {"bmm", "baddbmm"} or not names & {"_softmax", "exp"}:
-        return
     for node in joint.module.graph.nodes:
         if joint.role[node] is Role.FORWARD:
             found = _match(joint, node)

@@ -256,19 +256,8 @@ def forms(region: Region, others: Set[fx.Node] = frozenset()) -> Iterator[tuple[
                 yield f"{name} {size[0]}", way(size)
 
 
-_NEEDED = {
-    "chunked_loss": {"exp", "_softmax", "_log_softmax"},
-    "chunked_mlp": {"mm", "addmm"},
-    "chunked_attention": {"bmm", "baddbmm"},
-    "chunked_convolutions": {"convolution"},
-}
-"""One of these a graph must have to be looked at."""
-
-
 def find(joint: JointGraph, rule: str) -> list[Site]:
     found: list[Site] = []
-    if not _NEEDED[rule] & {packet_name(node) for node in joint.module.graph.nodes}:
-        return found
     regions = (
         find_image_regions(joint)
         if rule == "chunked_convolutions"
