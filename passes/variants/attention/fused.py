@@ -19,7 +19,7 @@ were looked at in graphs of fake tensors only, and never ran on a GPU.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -27,7 +27,7 @@ import torch
 from torch import fx
 
 from fxremat.passes.joint_graph import JointGraph
-from fxremat.passes.nodes import Add, adder, fake, items, shape_of
+from fxremat.passes.nodes import Add, Lookup, adder, fake, items, shape_of
 from fxremat.passes.variants.attention.bias import Bias, Heads, Rows, plan_bias, where
 from fxremat.passes.variants.attention.layout import Operand, Result, operand, origin, result
 from fxremat.passes.variants.attention.match import Attention, find_attention
@@ -35,7 +35,6 @@ from fxremat.passes.variants.insertion import Rule, Site, StandIns, Target
 
 _ATEN = torch.ops.aten
 _NAMES = "query", "key", "value"
-At = Callable[[fx.Node], fx.Node]
 
 
 # --- one site ------------------------------------------------------------------------------------
@@ -71,7 +70,7 @@ class Fused:
             found[one.node] = one.insert(late, node)
         return found
 
-    def calls(self, early: Add, late: Add, at: At) -> Iterator[dict[str, fx.Node]]:
+    def calls(self, early: Add, late: Add, at: Lookup) -> Iterator[dict[str, fx.Node]]:
         """Adds the forward and gives the output; asked again, the backward and the gradients."""
         query, key, value = (self.operands[name].insert(early, at) for name in _NAMES)
         mask, rows = self.bias.insert(early, at, fake(query).dtype)
