@@ -109,12 +109,10 @@ class AddBeforePutting(Pass):
             if not _adds_what_left(node):
                 continue
             found, summands = True, node.args
-            parts = [summand.args[0] for summand in summands]
+            parts = tuple(summand.args[0] for summand in summands)
             with graph.inserting_before(node):
-                total = graph.call_function(node.target, tuple(parts))
-                total.meta = dict(parts[0].meta)
-                gathered = graph.call_function(summands[0].target, (total,))
-                gathered.meta = dict(summands[0].meta)
+                total = add_call(graph, node.target, parts, parts[0])
+                gathered = add_call(graph, summands[0].target, (total,), summands[0])
             node.replace_all_uses_with(gathered)
             for old in dict.fromkeys((node, *summands)):
                 graph.erase_node(old)

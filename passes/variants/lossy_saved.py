@@ -175,12 +175,6 @@ def _is_turned(node: fx.Node) -> bool:
     return node.target is _ATEN.t.default or list(order) == [1, 0]
 
 
-def _is_view_of(node: fx.Node, value: fx.Node) -> bool:
-    while node is not value and is_view(node):
-        node = node.all_input_nodes[0]
-    return node is value
-
-
 def find_random_matmuls(joint: JointGraph) -> Iterator[Site]:
     """Weight gradients whose saved matrix is read by nothing else in the backward."""
     for saved in saved_values(joint, _is_value):
@@ -190,7 +184,7 @@ def find_random_matmuls(joint: JointGraph) -> Iterator[Site]:
             continue
         left, right = (n for n in product.args if isinstance(n, fx.Node))
         is_left = read is left
-        if not _is_view_of(read, saved.value) or (is_left and not _is_turned(left)):
+        if not all(map(is_view, saved.between)) or (is_left and not _is_turned(left)):
             continue
         late, matrix = (right, left.all_input_nodes[0]) if is_left else (left, right)
         if joint.role[late] is Role.BACKWARD and is_large(matrix):

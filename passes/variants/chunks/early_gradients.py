@@ -32,17 +32,14 @@ from fxremat.passes.variants.chunks.regions import Region, levels
 
 @dataclass(frozen=True)
 class Factor:
-    """The number, and the nodes outside of the region that are computed for 1 in place of it."""
+    """The number, and the nodes outside of the region that are computed for 1 in place of it.
+
+    The ``multiples`` of it are in the region.
+    """
 
     node: fx.Node
     between: tuple[fx.Node, ...]
-
-    def depends(self, region: Region) -> set[fx.Node]:
-        found = {self.node, *self.between}
-        for node in region.in_order():
-            if not found.isdisjoint(node.all_input_nodes):
-                found.add(node)
-        return found & set(region.kinds)
+    multiples: frozenset[fx.Node]
 
 
 def factor(region: Region) -> Factor | None:
@@ -62,17 +59,17 @@ def factor(region: Region) -> Factor | None:
         return None
     ways = reached(ends, lambda node: late(node.all_input_nodes))
     behind = sorted(node for node in ways if node > first)
-    found = Factor(first, tuple(n for n in behind if n not in region.kinds))
-    dependent = {found.node}
+    between = tuple(node for node in behind if node not in region.kinds)
+    dependent = {first}
     for node in behind:
         if not _is_linear(node, dependent) or dtype_of(node) is torch.float16:
             return None
         dependent.add(node)
-    mutated = region.joint.mutated
-    if not all(is_repeatable(node, mutated) for node in found.between):
+    if not all(is_repeatable(node, region.joint.mutated) for node in between):
         return None
-    known = levels(region, in_one=True, given=found.node)
-    return found if max(known.values()) == 0 else None
+    if max(levels(region, first).values()) > 0:
+        return None
+    return Factor(first, between, frozenset(dependent.intersection(region.kinds)))
 
 
 # --- linear operators ----------------------------------------------------------------------------

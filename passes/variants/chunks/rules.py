@@ -190,10 +190,10 @@ class _Form:
     def insert(self, into: Target) -> StandIns:
         one = _Insertion(self, into)
         found: StandIns = {}
-        multiples: set[fx.Node] = set()
+        multiples = frozenset[fx.Node]()
         if self.scale is not None:
             one.copy_for_one(self.scale)
-            multiples = self.scale.depends(self.region)
+            multiples = self.scale.multiples
         outside = set(self.region.read_outside())
         for loop in self.loops:
             one.call(loop)
@@ -215,9 +215,9 @@ def _again(region: Region, ignored: IgnoredRows | None, scale: Factor | None = N
     """The loops of a region, which leave rows out if some are ``ignored``."""
     if not all(map(has_order, region.read_outside())):
         return None
-    given = None if scale is None else scale.node
+    known = levels(region, None if scale is None else scale.node)
     try:
-        loops = tuple(plan_loops(region, levels(region, in_one=scale is not None, given=given)))
+        loops = tuple(plan_loops(region, known))
         for loop in loops:
             dump(loop.program)
     except (Refused, TypeError):
