@@ -43,7 +43,6 @@ from fxremat.passes.variants.saved_values import (
     has_order,
     is_large,
     laid_out,
-    made_in_forward,
     order_of,
     rule_of_form,
 )
@@ -142,7 +141,7 @@ def _cone(joint: JointGraph, mask: fx.Node) -> tuple[set[fx.Node], set[fx.Node]]
     """
 
     def is_early(node: fx.Node) -> bool:
-        return joint.role[node] is Role.FORWARD or made_in_forward(joint, node)
+        return joint.role[node] is Role.FORWARD
 
     def is_loop(node: fx.Node) -> bool:
         fuses = is_view(node) or (is_fusable(node) and is_repeatable(node, joint.mutated))

@@ -113,9 +113,7 @@ def as_dtype(add: Add, node: fx.Node, dtype: torch.dtype) -> fx.Node:
 
 
 def made_in_forward(joint: JointGraph, node: fx.Node) -> bool:
-    """Whether the node is a result of the forward; one of several may be there for the backward."""
-    if node.target is operator.getitem and not is_view(node):
-        node = node.all_input_nodes[0]
+    """Whether the node is a result of the forward, and none of its inputs."""
     return joint.role[node] is Role.FORWARD and node.op == "call_function"
 
 
