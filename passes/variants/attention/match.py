@@ -122,22 +122,12 @@ def _softmax_gradients(same: set[fx.Node]) -> Iterator[tuple[fx.Node, Any]]:
         for total in _readers([product], "sum"):
             if not reduces(total, "sum", product):
                 continue
-            for node in (*_readers([total], "fma"), *_readers([product], "sub")):
-                if _subtracts(node, product, total, same):
+            for node in _readers([total], "fma"):  # of -P, the total and the product
+                negative, other, added = node.args
+                assert isinstance(negative, fx.Node)
+                is_negative = packet_name(negative) == "neg" and negative.all_input_nodes[0] in same
+                if is_negative and other is total and added is product:
                     yield node, given
-
-
-def _subtracts(node: fx.Node, product: fx.Node, total: fx.Node, same: set[fx.Node]) -> bool:
-    if packet_name(node) == "fma":
-        negative, other, added = node.args
-        assert isinstance(negative, fx.Node)
-        is_negative = packet_name(negative) == "neg" and negative.all_input_nodes[0] in same
-        return is_negative and other is total and added is product
-    minuend, scaled = node.args
-    if minuend is not product or node.kwargs or packet_name(scaled) != "mul":  # type: ignore[arg-type]
-        return False
-    pair = set(scaled.args)  # type: ignore[union-attr]
-    return total in pair and bool((pair - {total}) & same)
 
 
 # --- the whole -----------------------------------------------------------------------------------
