@@ -14,7 +14,7 @@ from typing import Any
 from torch import fx
 
 from fxremat.compat.inductor.post_grad import prefers_channels_last
-from fxremat.passes.base import Changed, Pass
+from fxremat.passes.base import Changed, Pass, in_place
 from fxremat.passes.joint_graph import is_tensor, reached
 from fxremat.passes.nodes import work_out_result
 from fxremat.runtime.chunks.buffers import places_of_images
@@ -56,37 +56,27 @@ def _calls(module: fx.GraphModule) -> list[fx.Node]:
 
 @dataclass(frozen=True)
 class LayOutRows(Pass):
-    """Has the calls of one half run fused, in the layout that Inductor gives their neighbours.
+    """Has the calls of one half run ``fused``, in the layout that Inductor gives their neighbours.
 
-    Values change by rounding only.
+    Else they run operator by operator, and nothing is compiled for a run or two. Values change by
+    rounding only.
     """
 
     name = "row layout"
+    fused: bool = True
 
     def call(self, module: fx.GraphModule) -> Changed:
-        channels_last = prefers_channels_last(module)
+        channels_last = self.fused and prefers_channels_last(module)
         for node in _calls(module):
-            node.kwargs = {**node.kwargs, "fused": True}
+            node.kwargs = {**node.kwargs, "fused": self.fused}
             if channels_last:
                 _lay_out(node)
-        return Changed(module, bool(_calls(module)))
+        return in_place(module, bool(_calls(module)))
 
     def ensures(self, module: fx.GraphModule) -> None:
         for node in _calls(module):
-            self.demand(bool(node.kwargs.get("fused")), f"{node.name} does not run fused")
-
-
-@dataclass(frozen=True)
-class InterpretRows(Pass):
-    """Has the calls of one half run operator by operator: nothing is compiled for a run or two."""
-
-    name = "rows by operator"
-
-    def call(self, module: fx.GraphModule) -> Changed:
-        for node in _calls(module):
-            node.kwargs = {**node.kwargs, "fused": False}
-        module.recompile()
-        return Changed(module, bool(_calls(module)))
+            is_so = node.kwargs.get("fused") is self.fused
+            self.demand(is_so, f"{node.name} does not run {'' if self.fused else 'un'}fused")
 
 
 @dataclass(frozen=True)
