@@ -328,7 +328,8 @@ def materialise(
         if is_written:
             result.written.add(node)
     if fused:
-        result.written |= _ReusedInLoops(base, result.written, group_of).find()
+        grouped = [node for node in base if node in group_of]
+        result.written |= _ReusedInLoops(grouped, result.written, group_of).find()
     for node in nodes if fused else ():
         users = list(users_of(node)) if node in result.written else []
         in_loops = all(is_fusable(u) and u.op != "output" for u in users)
@@ -364,7 +365,7 @@ class _Inlined:
 
 @dataclass
 class _ReusedInLoops:
-    """The rule for what is kept; ``group_of`` is the fusion group of each node of a loop.
+    """The rule for what is kept of the nodes of loops; ``group_of`` is the fusion group of each.
 
     ``written`` is what is written anyhow.
     """
@@ -380,21 +381,15 @@ class _ReusedInLoops:
 
     def find(self) -> set[fx.Node]:
         for node in self.nodes:
-            if self._is_in_loop(node):
-                self._read(node)
+            self._read(node)
         kept = set[fx.Node]()
         stages: dict[fx.Node, set[int]] = {}
         for node in reversed(self.nodes):
-            if not self._is_in_loop(node):
-                continue
             stages[node] = self._stages_of_users(node, stages, kept)
             dear = node in self.inlined and self.inlined[node].is_dear(node)
             if dear and len(stages[node]) > 1:
                 kept.add(node)
         return kept
-
-    def _is_in_loop(self, node: fx.Node) -> bool:
-        return node.op == "call_function" and node in self.group_of
 
     def _read(self, node: fx.Node) -> None:
         reads, heavy = set[fx.Node](), packet_of(node) in HEAVY
