@@ -71,6 +71,11 @@ def as_view(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor | None:
         return None
 
 
+def in_shape(add: Add, node: fx.Node, shape: Sequence[int]) -> fx.Node:
+    known = list(fake(node).shape) == list(shape)
+    return node if known else add(_ATEN.view.default, node, list(shape))
+
+
 def permuted(add: Add, node: fx.Node, order: Sequence[int]) -> fx.Node:
     is_same = list(order) == sorted(order)
     return node if is_same else add(_ATEN.permute.default, node, list(order))

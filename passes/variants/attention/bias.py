@@ -34,9 +34,9 @@ from fxremat.compat.tensors import outside_fake_mode
 from fxremat.core.constants import MOST_MASK_ELEMENTS, MOST_NODES
 from fxremat.passes.joint_graph import is_mutating, is_random, reached
 from fxremat.passes.nodes import Add, Lookup, Shape, dtype_of, packet_name, run_calls, shape_of
-from fxremat.passes.variants.attention.layout import expanded, in_shape, is_move, viewed, whole
+from fxremat.passes.variants.attention.layout import expanded, is_move, viewed, whole
 from fxremat.passes.variants.attention.scores import VERY_NEGATIVE, Mask, Reading, number
-from fxremat.passes.variants.saved_values import as_dtype
+from fxremat.passes.variants.saved_values import as_dtype, in_shape
 
 _ATEN = torch.ops.aten
 Heads = tuple[int, int]

@@ -31,7 +31,7 @@ from fxremat.passes.nodes import (
     packet_name,
     shape_of,
 )
-from fxremat.passes.variants.saved_values import as_view, permuted
+from fxremat.passes.variants.saved_values import as_view, in_shape, permuted
 
 Pairs = tuple[tuple[int, int], ...]
 Layout = tuple[Pairs, ...]
@@ -208,11 +208,6 @@ class Product:
     def layout(self, shape: Shape) -> Layout:
         """Over the [N, T, D] that it should be."""
         return swapped(whole(shape)) if self.is_swapped else whole(shape)
-
-
-def in_shape(add: Add, node: fx.Node, shape: Sequence[int]) -> fx.Node:
-    known = list(fake(node).shape) == list(shape)
-    return node if known else add(_ATEN.view.default, node, list(shape))
 
 
 def _move(add: Add, node: fx.Node, how: Moves) -> fx.Node:

@@ -36,7 +36,7 @@ from fxremat.passes.variants.chunks.ignored_rows import IgnoredRows, ignored_row
 from fxremat.passes.variants.chunks.loops import Loop, Refused, plan_loops
 from fxremat.passes.variants.chunks.regions import Region, find_image_regions, find_regions, levels
 from fxremat.passes.variants.insertion import Rule, Site, StandIns, Target
-from fxremat.passes.variants.saved_values import as_view, has_order
+from fxremat.passes.variants.saved_values import as_view, has_order, in_shape
 from fxremat.runtime.chunks.operator import ROWS
 from fxremat.runtime.chunks.program import dump
 
@@ -129,12 +129,10 @@ class _Insertion:
     def shaped(self, node: fx.Node, *shape: int) -> fx.Node:
         """A node in a shape, copied where no view is that."""
         given = self.input(node)
+        add = adder(self.graph, given)
         if as_view(given.meta["val"], shape) is None:
-            kwargs = {"memory_format": torch.contiguous_format}
-            given = add_call(self.graph, _ATEN.clone.default, (given,), given, **kwargs)
-        if given.meta["val"].shape == shape:
-            return given
-        return add_call(self.graph, _ATEN.view.default, (given, list(shape)), given)
+            given = add(_ATEN.clone.default, given, memory_format=torch.contiguous_format)
+        return in_shape(add, given, shape)
 
     def call(self, loop: Loop) -> None:
         self.after([self.input(node) for node, _ in (*loop.rows, *loop.whole)])
@@ -162,16 +160,13 @@ class _Insertion:
 
     def stand_in(self, node: fx.Node) -> fx.Node:
         """What may be read in place of a node: its shape and strides."""
-        made, shape, add = self.made[node], known_shape(node), adder(self.graph, node)
-        if tuple(made.meta["val"].shape) != shape:
-            made = add(_ATEN.view.default, made, list(shape))
-        return laid_out_like(node, made, add)
+        add = adder(self.graph, node)
+        return laid_out_like(node, in_shape(add, self.made[node], known_shape(node)), add)
 
     def scaled(self, node: fx.Node, scale: Factor) -> fx.Node:
         """A multiple of the factor: the result for 1, times the factor."""
         given = self.into(scale.node)
-        if given.meta["val"].dim():
-            given = add_call(self.graph, _ATEN.view.default, (given, []), given)
+        given = in_shape(adder(self.graph, given), given, ())
         return add_call(self.graph, _ATEN.mul.Tensor, (node, given), node)
 
 
