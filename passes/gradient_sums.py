@@ -30,41 +30,37 @@ from torch import fx
 from fxremat.passes.base import Changed, Pass, in_place
 from fxremat.passes.joint_graph import backward_closure, is_run_for_effect, is_view, root
 from fxremat.passes.materialisation import users_through_views
-from fxremat.passes.nodes import add_call, covers_storage, fake
+from fxremat.passes.nodes import Add, adder, covers_storage, fake
 from fxremat.runtime import accumulated
 
 _ATEN = torch.ops.aten
-Accumulate = Callable[[fx.Graph, fx.Node, fx.Node], fx.Node]
+Accumulate = Callable[[Add, fx.Node, fx.Node], fx.Node]
 
 
-def _matrix_product(graph: fx.Graph, into: fx.Node, later: fx.Node) -> fx.Node:
+def _matrix_product(add: Add, into: fx.Node, later: fx.Node) -> fx.Node:
     batched = later.target is _ATEN.bmm.default
-    target = _ATEN.baddbmm.default if batched else _ATEN.addmm.default
-    return add_call(graph, target, (into, *later.args), later)
+    return add(_ATEN.baddbmm.default if batched else _ATEN.addmm.default, into, *later.args)
 
 
-def _masked_rows(graph: fx.Graph, into: fx.Node, later: fx.Node) -> fx.Node:
+def _masked_rows(add: Add, into: fx.Node, later: fx.Node) -> fx.Node:
     """The masked form of Inductor's decomposition: rows out of bounds get nothing."""
     _, mask, indices, values = later.args
     like = fake(into)
-    zero = add_call(
-        graph, _ATEN.full.default, ([], 0), later, dtype=like.dtype, device=like.device,
-        pin_memory=False,
-    )  # fmt: skip
-    kept = add_call(graph, _ATEN.where.self, (mask, values, zero), later)
+    kind = {"dtype": like.dtype, "device": like.device, "pin_memory": False}
+    kept = add(_ATEN.where.self, mask, values, add(_ATEN.full.default, [], 0, **kind))
     near = []
     for index, size in zip(indices, like.shape, strict=False):  # type: ignore[arg-type]
-        above = add_call(graph, _ATEN.clamp_min.default, (index, -size), later)
-        near.append(add_call(graph, _ATEN.clamp_max.default, (above, size - 1), later))
-    return add_call(graph, _ATEN.index_put.default, (into, near, kept, True), later)
+        above = add(_ATEN.clamp_min.default, index, -size)
+        near.append(add(_ATEN.clamp_max.default, above, size - 1))
+    return add(_ATEN.index_put.default, into, near, kept, True)
 
 
-def _rows(graph: fx.Graph, into: fx.Node, later: fx.Node) -> fx.Node:
+def _rows(add: Add, into: fx.Node, later: fx.Node) -> fx.Node:
     if later.target is _ATEN.embedding_dense_backward.default:
         given: tuple[Any, ...] = [later.args[1]], later.args[0]
     else:
         given = later.args[1:3]
-    return add_call(graph, _ATEN.index_put.default, (into, *given, True), later)
+    return add(_ATEN.index_put.default, into, *given, True)
 
 
 _MAKERS: dict[Any, Accumulate] = {
@@ -118,13 +114,11 @@ def _may_join(sum_node: fx.Node, earlier: fx.Node, later: fx.Node) -> bool:
 
 
 def _join(graph: fx.Graph, sum_node: fx.Node, earlier: fx.Node, later: fx.Node) -> fx.Node:
-    shape = list(fake(later).shape)
+    shape, add, into = list(fake(later).shape), adder(graph, later, later), earlier
     operand = next(n for n in sum_node.all_input_nodes if root(n) is later)
-    with graph.inserting_before(later):
-        into = earlier
-        if list(fake(earlier).shape) != shape:
-            into = add_call(graph, _ATEN.view.default, (earlier, shape), later)
-        joined = _MAKERS[later.target](graph, into, later)
+    if list(fake(earlier).shape) != shape:
+        into = add(_ATEN.view.default, earlier, shape)
+    joined = _MAKERS[later.target](add, into, later)
     later.replace_all_uses_with(joined)
     sum_node.replace_all_uses_with(joined if operand is later else operand)
     views = [n for n in sum_node.all_input_nodes if n is not operand]
@@ -142,20 +136,6 @@ def _erase_unread(graph: fx.Graph, nodes: list[fx.Node]) -> None:
             _erase_unread(graph, sources)
 
 
-def accumulate_sums(graph: fx.Graph) -> bool:
-    """Rewrite the sums of a joint graph, in place; True if there were any."""
-    backward = backward_closure(graph)
-    found = False
-    for sum_node in list(graph.nodes):
-        if sum_node not in backward or not _is_sum(sum_node):
-            continue
-        earlier, later = sorted(map(root, sum_node.all_input_nodes))
-        if {earlier, later} <= backward and _may_join(sum_node, earlier, later):
-            backward.add(_join(graph, sum_node, earlier, later))
-            found = True
-    return found
-
-
 @dataclass(frozen=True)
 class GradientSums(Pass):
     """Adds summands onto each other; for graphs that Inductor compiles.
@@ -170,7 +150,15 @@ class GradientSums(Pass):
             self.demand(node.target is not accumulated, f"{node.name} has been put in before")
 
     def call(self, module: fx.GraphModule) -> Changed:
-        return in_place(module, accumulate_sums(module.graph))
+        backward, found = backward_closure(module.graph), False
+        for sum_node in list(module.graph.nodes):
+            if sum_node not in backward or not _is_sum(sum_node):
+                continue
+            earlier, later = sorted(map(root, sum_node.all_input_nodes))
+            if {earlier, later} <= backward and _may_join(sum_node, earlier, later):
+                backward.add(_join(module.graph, sum_node, earlier, later))
+                found = True
+        return in_place(module, found)
 
     def ensures(self, module: fx.GraphModule) -> None:
         """The graph is well formed, and every call that gives something says what."""

@@ -45,6 +45,7 @@ from fxremat.passes.joint_graph import (
     is_repeatable,
     is_tensor,
     is_view,
+    reached,
     root,
     waits_for,
 )
@@ -179,35 +180,25 @@ def _depths(joint: JointGraph) -> dict[fx.Node, int]:
     return depth
 
 
-class _Groups:
-    """Union-find over fusable nodes."""
-
-    def __init__(self) -> None:
-        self.parent: dict[fx.Node, fx.Node] = {}
-
-    def find(self, node: fx.Node) -> fx.Node:
-        self.parent.setdefault(node, node)
-        while self.parent[node] is not node:
-            self.parent[node] = self.parent[self.parent[node]]
-            node = self.parent[node]
-        return node
-
-    def join(self, a: fx.Node, b: fx.Node) -> None:
-        self.parent[self.find(a)] = self.find(b)
-
-
 def _fusion_groups(
     nodes: Iterable[fx.Node], joint: JointGraph, depth: dict[fx.Node, int]
-) -> _Groups:
-    groups = _Groups()
+) -> dict[fx.Node, fx.Node]:
+    """One node of its fusion group for each node of a loop."""
+    near: dict[fx.Node, set[fx.Node]] = {}
     for node in nodes:
         if node.op != "call_function" or not is_fusable(node):
             continue
-        for producer in {root(i) for i in node.all_input_nodes}:
+        near.setdefault(node, set())
+        for producer in map(root, node.all_input_nodes):
             fits = producer.op == "call_function" and is_fusable(producer)
             if fits and depth[producer] == depth[node] and joint.in_one_half(producer, node):
-                groups.join(producer, node)
-    return groups
+                near[node].add(producer)
+                near.setdefault(producer, set()).add(node)
+    group_of: dict[fx.Node, fx.Node] = {}
+    for node in near:
+        if node not in group_of:
+            group_of.update(dict.fromkeys(reached([node], near.__getitem__), node))
+    return group_of
 
 
 def _bounds(tensor: torch.Tensor) -> list[int]:
@@ -254,7 +245,10 @@ def _nbytes(node: fx.Node) -> int:
 
 
 def _is_written(
-    node: fx.Node, users: Iterable[fx.Node], groups: _Groups | None, result: Materialisation
+    node: fx.Node,
+    users: Iterable[fx.Node],
+    group_of: Mapping[fx.Node, fx.Node],
+    result: Materialisation,
 ) -> bool:
     joint = result.joint
     role, is_read_apart = joint.role[node], False
@@ -275,7 +269,7 @@ def _is_written(
             continue
         if not is_fusable(user) or packet_of(user) in NEEDS_REALIZED_INPUTS:
             return True
-        if role is not Role.LAZY and groups and groups.find(user) is not groups.find(node):
+        if role is not Role.LAZY and node in group_of and group_of.get(user) is not group_of[node]:
             is_read_apart = True
     is_late = is_read_apart and role is Role.BACKWARD
     inlined_nodes = _inlinable(node, result.written) if is_late else set()
@@ -312,7 +306,7 @@ def materialise(
     variant_nodes = variant_nodes or {}
     base = [node for node in nodes if node not in variant_nodes]
     depth = _depths(joint) if fused else {}
-    groups = _fusion_groups(base, joint, depth) if fused else _Groups()
+    group_of = _fusion_groups(base, joint, depth) if fused else {}
 
     def users_of(node: fx.Node) -> Iterator[fx.Node]:
         for user in users_through_views(node):
@@ -328,16 +322,14 @@ def materialise(
         if node.target is operator.getitem:
             is_written = is_tensor(node) and not waits_for(node.all_input_nodes[0])
         else:
-            known = groups if node not in variant_nodes else None
             is_written = not is_multi_output(node) and (
-                not fused or _is_written(node, users_of(node), known, result)
+                not fused or _is_written(node, users_of(node), group_of, result)
             )
         if is_written:
             result.written.add(node)
     if fused:
-        group_of = {node: groups.find(node) for node in groups.parent}
-        reused = _ReusedInLoops(base, result.written, group_of)
-        result.written |= reused.find()
+        grouped = [node for node in base if node in group_of]
+        result.written |= _ReusedInLoops(grouped, result.written, group_of).find()
     for node in nodes if fused else ():
         users = list(users_of(node)) if node in result.written else []
         in_loops = all(is_fusable(u) and u.op != "output" for u in users)
@@ -373,7 +365,7 @@ class _Inlined:
 
 @dataclass
 class _ReusedInLoops:
-    """The rule for what is kept; ``group_of`` is the fusion group of each node of a loop.
+    """The rule for what is kept of the nodes of loops; ``group_of`` is the fusion group of each.
 
     ``written`` is what is written anyhow.
     """
@@ -389,31 +381,20 @@ class _ReusedInLoops:
 
     def find(self) -> set[fx.Node]:
         for node in self.nodes:
-            if self._is_in_loop(node):
-                self._read(node)
+            self._read(node)
         kept = set[fx.Node]()
         stages: dict[fx.Node, set[int]] = {}
         for node in reversed(self.nodes):
-            if not self._is_in_loop(node):
-                continue
             stages[node] = self._stages_of_users(node, stages, kept)
             dear = node in self.inlined and self.inlined[node].is_dear(node)
             if dear and len(stages[node]) > 1:
                 kept.add(node)
         return kept
 
-    def _is_in_loop(self, node: fx.Node) -> bool:
-        return node.op == "call_function" and node in self.group_of
-
-    def _made_in(self, node: fx.Node) -> Iterator[fx.Node]:
-        """What a loop reads to compute the node; where it reads a view, what that is of."""
-        for source in node.all_input_nodes:
-            yield from self._made_in(source) if is_view(source) else (source,)
-
     def _read(self, node: fx.Node) -> None:
         reads, heavy = set[fx.Node](), packet_of(node) in HEAVY
         stage, widest = 0, _numel(node)
-        for source in self._made_in(node):
+        for source in map(root, node.all_input_nodes):
             if not is_tensor(source):
                 continue
             loop = source.all_input_nodes[0] if source.target is operator.getitem else source

@@ -18,12 +18,10 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import fx
 
-from fxremat.compat.ranks import is_wait
 from fxremat.compat.sizes import size_bound
 from fxremat.core.layout import extent
 from fxremat.core.problem import Change, Copies, Op, Phase, Problem, Value, Variant, validate
@@ -58,11 +56,8 @@ from fxremat.runtime import accumulated
 TANGENTS = "tangents"
 
 
-class OpTimer(Protocol):
-    """Says how long an op takes."""
-
-    def __call__(self, nodes: tuple[fx.Node, ...], traffic: int) -> float:
-        """Microseconds of running ``nodes`` as one kernel."""
+OpTimer = Callable[[tuple[fx.Node, ...], int], float]
+"""Microseconds of running nodes as one kernel, which reads and writes so many bytes."""
 
 
 @dataclass(frozen=True)
@@ -103,24 +98,27 @@ def nbytes(tensor: torch.Tensor) -> int:
     return extent(sizes, strides) * tensor.dtype.itemsize
 
 
+@dataclass
 class _Builder:
     """Walks the joint graph once and collects values and ops."""
 
-    def __init__(
-        self, joint: JointGraph, materialisation: Materialisation, timer: OpTimer,
-        workspace: Callable[[fx.Node], int], device: str, inserted: Sequence[InsertedVariant],
-        overwritable: Mapping[fx.Node, fx.Node],
-    ) -> None:  # fmt: skip
-        self.joint, self.materialisation = joint, materialisation
-        self.timer, self.device = timer, device
-        self.inserted, self.overwritable = inserted, overwritable
-        self.workspace = workspace
-        self.bytes: dict[str, int] = {}
-        self.slices: dict[str, RecomputeSlice] = {}
-        self.ops: dict[str, Op] = {}
-        self.fetch_sources: dict[str, fx.Node] = {}
-        self.put_nodes: dict[str, fx.Node] = {}
-        self.accumulated_values: dict[str, str] = {}
+    joint: JointGraph
+    materialisation: Materialisation
+    timer: OpTimer
+    workspace: Callable[[fx.Node], int]
+    device: str
+    inserted: Sequence[InsertedVariant]
+    overwritable: Mapping[fx.Node, fx.Node]
+    bytes: dict[str, int] = field(default_factory=dict)
+    slices: dict[str, RecomputeSlice] = field(default_factory=dict)
+    ops: dict[str, Op] = field(default_factory=dict)
+    fetch_sources: dict[str, fx.Node] = field(default_factory=dict)
+    put_nodes: dict[str, fx.Node] = field(default_factory=dict)
+    accumulated_values: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        nodes = self.joint.module.graph.nodes
+        self.awaited = {wait for node in nodes for wait in waits_for(node)}
 
     def size(self, node: fx.Node) -> int:
         """Bytes of a value on the budget's device; elsewhere it costs nothing here."""
@@ -270,7 +268,7 @@ class _Builder:
         if waits := waits_for(node):
             items = [u for u in node.users if u.target is operator.getitem]
             return self.add_op([node, *items, *waits], list(waits), variant)
-        if self.is_awaited(node):
+        if node in self.awaited:
             return None
         if is_multi_output(node):  # numbers among its results are read off at once
             results = [u for u in node.users if u.target is operator.getitem]
@@ -279,20 +277,11 @@ class _Builder:
         written = node in self.materialisation.written
         return self.add_op([node], [node], variant) if written else None
 
-    def is_awaited(self, node: fx.Node) -> bool:
-        """Whether the node belongs to the op of the collective that it waits for."""
-        if not is_wait(node):
-            return False
-        started = node.all_input_nodes[0]
-        call = started.all_input_nodes[0] if started.target is operator.getitem else started
-        return node in waits_for(call)
-
     # -- variants ----------------------------------------------------------------------------
 
     def variants(self, outputs: Sequence[str]) -> tuple[Variant, ...]:
         """What each variant is to the planner; those that change nothing it sees are left out."""
         base = dict(self.ops)
-        order = {name: place for place, name in enumerate(base)}
         ops_of: dict[fx.Node, list[str]] = {}
         for name in base:
             for node in self.slices[name].nodes:
@@ -304,8 +293,8 @@ class _Builder:
             made = [self.op_of(n, variant) for n in variant.nodes if _makes_op(n)]
             readers = (reader for _, reader in variant.redirected())
             touched = {name for reader in readers for name in ops_of.get(reader, ())}
-            changed = sorted(touched, key=order.__getitem__)
-            changes = tuple(filter(None, (self.change(base[n], variant) for n in changed)))
+            changed = (self.change(op, variant) for name, op in base.items() if name in touched)
+            changes = tuple(filter(None, changed))
             replaced = self.replaced_outputs(variant, outputs)
             if changes or replaced:
                 ops = tuple(op for op in made if op is not None)

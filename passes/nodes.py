@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import operator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -75,12 +77,17 @@ def add_call(
     taken from there.
     """
     node = graph.call_function(target, args, kwargs)
-    fake_args, fake_kwargs = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
-    with fake_mode_of(graph):
-        node.meta["val"] = target(*fake_args, **fake_kwargs)
+    work_out_result(node)
     kept = ("stack_trace", "nn_module_stack", "source_fn_stack", "partitioner_tag", "seq_nr")
     node.meta.update({key: like.meta[key] for key in kept if key in like.meta})
     return node
+
+
+def work_out_result(node: fx.Node) -> None:
+    """The fake result of a call, from those of what it reads."""
+    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
+    with fake_mode_of(node.graph):
+        node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
 
 
 def copy_named(graph: fx.Graph, node: fx.Node, lookup: Lookup, name: str) -> fx.Node:
@@ -94,13 +101,22 @@ def copy_named(graph: fx.Graph, node: fx.Node, lookup: Lookup, name: str) -> fx.
     return new
 
 
-def adder(graph: fx.Graph, like: fx.Node) -> Add:
-    """It adds calls at the graph's point of insertion, all of them described like one node."""
+def adder(graph: fx.Graph, like: fx.Node, before: fx.Node | None = None) -> Add:
+    """It adds calls before a node, all of them described like one node.
+
+    Without ``before`` they stand at the graph's point of insertion.
+    """
 
     def add(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        return add_call(graph, target, args, like, **kwargs)
+        with nullcontext() if before is None else graph.inserting_before(before):
+            return add_call(graph, target, args, like, **kwargs)
 
     return add
+
+
+def items(add: Add, call: fx.Node, *positions: int) -> tuple[fx.Node, ...]:
+    """Results of a call that has several, by their positions."""
+    return tuple(add(operator.getitem, call, position) for position in positions)
 
 
 def copy_calls(add: Add, nodes: Iterable[fx.Node], new: dict[fx.Node, fx.Node]) -> None:
@@ -116,6 +132,25 @@ def run_calls(nodes: Iterable[fx.Node], known: dict[fx.Node, Any], device: torch
         args, kwargs = fx.map_arg((node.args, node.kwargs), known.__getitem__)
         kwargs = {**kwargs, "device": device} if "device" in kwargs else kwargs
         known[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def narrowings(
+    starts: Iterable[fx.Node], sources: Callable[[fx.Node], Iterable[fx.Node] | None]
+) -> Iterator[fx.Node]:
+    """Nodes that all of ``starts`` follow from, nearest first; it ends where there are no sources.
+
+    Nodes are taken from the last to the first; where one alone waits, all paths go through it.
+    """
+    waiting, seen = set(starts), set(starts)
+    while waiting:
+        last = max(waiting)
+        if len(waiting) == 1:
+            yield last
+        found = sources(last)
+        if found is None:
+            return
+        waiting = (waiting - {last}) | (set(found) - seen)
+        seen |= waiting
 
 
 def laid_out_like(old: fx.Node, new: fx.Node, add: Add) -> fx.Node:
@@ -153,19 +188,10 @@ class Ancestry:
                 bits |= self._bits[source]
             self._bits[node] = bits
 
-    def of(self, node: fx.Node) -> Ancestors:
-        return Ancestors(self._bits[node], self._place)
-
-
-class Ancestors:
-    """A set of nodes that only tells whether a node is in it."""
-
-    def __init__(self, bits: int, place: Mapping[fx.Node, int]) -> None:
-        self._bits, self._place = bits, place
-
-    def __contains__(self, node: object) -> bool:
-        place = self._place.get(node) if isinstance(node, fx.Node) else None
-        return place is not None and bool(self._bits >> place & 1)
+    def depends(self, node: fx.Node, source: fx.Node) -> bool:
+        """Whether a node is computed from another, or is it."""
+        place = self._place.get(source)
+        return place is not None and bool(self._bits[node] >> place & 1)
 
 
 def fake(node: fx.Node) -> torch.Tensor:

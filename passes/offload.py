@@ -29,7 +29,7 @@ from torch import fx
 from fxremat import runtime
 from fxremat.passes.base import Changed, Pass, in_place
 from fxremat.passes.joint_graph import is_put
-from fxremat.passes.nodes import packet_name
+from fxremat.passes.nodes import add_call, packet_name
 
 MOVED = "_moved"
 """Names of the calls have this, for `passes.fixed_order` to hold them where they are."""
@@ -90,24 +90,11 @@ class Mover:
     def _call(
         self, op: object, arguments: tuple[object, ...], name: str, like: fx.Node, half: str
     ) -> fx.Node:
-        node = self.graph.call_function(op, arguments)  # type: ignore[arg-type]
-        node.meta = {key: like.meta[key] for key in _ORIGIN if key in like.meta}
-        node.meta["val"] = _fake(op, like.meta["val"])
+        node = add_call(self.graph, op, arguments, like)
+        node.meta["fwd_nn_module_stack"] = like.meta.get("fwd_nn_module_stack", {})
         node.meta["partitioner_tag"] = f"must_be_in_{half}"  # torch repeats it in both if it can
         node._rename(f"{packet_name(node)}_{name}{MOVED}")
         return node
-
-
-_ORIGIN = ("nn_module_stack", "stack_trace", "fwd_nn_module_stack", "seq_nr")
-
-
-def _fake(op: object, value: torch.Tensor) -> torch.Tensor | None:
-    """What the call gives, on the fake mode of the value."""
-    if op in (runtime.wait_host, runtime.wait_device, runtime.settle):
-        return None
-    device = torch.device("cpu") if op is runtime.to_host else value.device
-    with value.fake_mode:  # type: ignore[attr-defined]
-        return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=device)
 
 
 @dataclass(frozen=True)
@@ -122,12 +109,10 @@ class AddBeforePutting(Pass):
             if not _adds_what_left(node):
                 continue
             found, summands = True, node.args
-            parts = [summand.args[0] for summand in summands]
+            parts = tuple(summand.args[0] for summand in summands)
             with graph.inserting_before(node):
-                total = graph.call_function(node.target, tuple(parts))
-                total.meta = dict(parts[0].meta)
-                gathered = graph.call_function(summands[0].target, (total,))
-                gathered.meta = dict(summands[0].meta)
+                total = add_call(graph, node.target, parts, parts[0])
+                gathered = add_call(graph, summands[0].target, (total,), summands[0])
             node.replace_all_uses_with(gathered)
             for old in dict.fromkeys((node, *summands)):
                 graph.erase_node(old)

@@ -32,7 +32,7 @@ from fxremat.passes.joint_graph import (
     read_joint_graph,
     root,
 )
-from fxremat.passes.nodes import copy_named
+from fxremat.passes.nodes import add_call, copy_named
 
 
 def _must_recompute(node: fx.Node, joint: JointGraph) -> bool:
@@ -69,25 +69,6 @@ def _is_early(reader: fx.Node, joint: JointGraph) -> bool:
     return joint.role.get(reader) is Role.FORWARD or reader.op == "output"
 
 
-def protect_mutated_inputs(joint: JointGraph) -> bool:
-    """Let the backward read a clone of what the step overwrites; True if anything changed."""
-    graph = joint.module.graph
-    changed = False
-    for source in (node for node in joint.primals if node in joint.mutated):
-        if all(_is_early(reader, joint) for reader in _readers(joint, source)):
-            continue
-        last_input = [n for n in graph.nodes if n.op == "placeholder"][-1]
-        with graph.inserting_after(last_input):
-            clone = graph.call_function(torch.ops.aten.clone.default, (source,))
-        clone.meta = {key: value for key, value in source.meta.items() if key != "desc"}
-        clone.meta |= {"val": source.meta["val"].clone(), "partitioner_tag": "must_be_in_forward"}
-        for node in list(source.users):
-            if node is not clone and node.op != "output" and not is_mutating(node):
-                node.replace_input_with(source, clone)
-        changed = True
-    return changed
-
-
 @dataclass(frozen=True)
 class ObeyMustRecompute(Pass):
     """Obeys MUST_RECOMPUTE, in a joint graph whose forward has so many outputs."""
@@ -100,7 +81,7 @@ class ObeyMustRecompute(Pass):
         joint, graph = read_joint_graph(module, self.num_forward_outputs), module.graph
         copies: dict[fx.Node, fx.Node] = {}
         for reader in list(graph.nodes):
-            if joint.role[reader] is Role.FORWARD or reader.op == "output":
+            if _is_early(reader, joint):
                 continue
             for node in _tagged_behind(reader, joint, copies):
                 with graph.inserting_before(reader):
@@ -116,9 +97,9 @@ class ObeyMustRecompute(Pass):
         """No call of the backward reads a tagged node of the forward."""
         joint = read_joint_graph(module, self.num_forward_outputs)
         for reader in module.graph.nodes:
-            if joint.role[reader] is not Role.FORWARD and reader.op != "output":
-                tagged = [n for n in reader.all_input_nodes if _must_recompute(n, joint)]
-                self.demand(not tagged, f"{reader.name} reads {tagged} of the forward")
+            tagged = [n for n in reader.all_input_nodes if _must_recompute(n, joint)]
+            is_fine = _is_early(reader, joint) or not tagged
+            self.demand(is_fine, f"{reader.name} reads {tagged} of the forward")
 
 
 @dataclass(frozen=True)
@@ -129,8 +110,21 @@ class ProtectMutatedInputs(Pass):
     num_forward_outputs: int
 
     def call(self, module: fx.GraphModule) -> Changed:
+        """Let the backward read a clone of what the step overwrites."""
         joint = read_joint_graph(module, self.num_forward_outputs)
-        return in_place(module, protect_mutated_inputs(joint))
+        graph, changed = module.graph, False
+        for source in (node for node in joint.primals if node in joint.mutated):
+            if all(_is_early(reader, joint) for reader in _readers(joint, source)):
+                continue
+            last_input = [n for n in graph.nodes if n.op == "placeholder"][-1]
+            with graph.inserting_after(last_input):
+                clone = add_call(graph, torch.ops.aten.clone.default, (source,), source)
+            clone.meta["partitioner_tag"] = "must_be_in_forward"
+            for node in list(source.users):
+                if node is not clone and node.op != "output" and not is_mutating(node):
+                    node.replace_input_with(source, clone)
+            changed = True
+        return in_place(module, changed)
 
     def ensures(self, module: fx.GraphModule) -> None:
         """The backward reads no input that the step overwrites."""

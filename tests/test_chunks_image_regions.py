@@ -18,7 +18,7 @@ from fxremat.compat.inductor.generated_code import generate
 from fxremat.cost.workspaces import Workspaces
 from fxremat.passes.joint_graph import Role
 from fxremat.passes.materialisation import materialise
-from fxremat.passes.variants.chunks.inductor_kernels import suit_rows
+from fxremat.passes.variants.chunks.inductor_kernels import LayOutRows
 from fxremat.passes.variants.chunks.rules import CHUNKED_CONVOLUTIONS, find
 from fxremat.passes.variants.insertion import find_sites, take
 from fxremat.passes.variants.table import RULES
@@ -358,7 +358,7 @@ def rows_and(after: Callable[..., Any]) -> fx.GraphModule:
         return after(ROWS([x], [w], ALONE, 4, 1)[0], v)
 
     module = make_fx(run, tracing_mode="fake")(x, w, images(4, WIDTH, 3, 3).detach())
-    suit_rows(module)
+    LayOutRows().call(module)
     return module
 
 

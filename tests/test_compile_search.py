@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 
 import fxremat
@@ -24,10 +24,9 @@ from fxremat.compile.search.candidates import Candidate
 from fxremat.compile.search.proposals import Proposals
 from fxremat.compile.search.search import Attempt, Search
 from fxremat.disk_cache import Answers
-from fxremat.passes.nodes import add_call
 from fxremat.passes.variants import table
 from fxremat.passes.variants.chunks.rules import CHUNKED_LOSS
-from fxremat.passes.variants.insertion import Site, StandIns
+from fxremat.passes.variants.insertion import Site, StandIns, Target
 from fxremat.whatif.explanation import Explanation
 from tests import end_to_end
 from tests.end_to_end import measured
@@ -142,12 +141,11 @@ OPTIONS: dict[str, Any] = {"variants": ["chunked_loss"], "memory_budget": "6MiB"
 def widened(site: Site) -> Site:
     """The site, with gradients in another dtype than those they stand for."""
 
-    def insert(graph: fx.Graph, copies: Mapping[fx.Node, fx.Node]) -> StandIns:
-        found, convert = dict(site.insert(graph, copies)), torch.ops.prims.convert_element_type
+    def insert(into: Target) -> StandIns:
+        found, convert = dict(site.insert(into)), torch.ops.prims.convert_element_type
         for old, new in found.items():
             if new.meta["val"].dim():
-                with graph.inserting_after(new):
-                    found[old] = add_call(graph, convert.default, (new, torch.float64), new)
+                found[old] = into.behind(new)(convert.default, new, torch.float64)
         return found
 
     return replace(site, insert=insert)

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 
 from fxremat.memory.measured_peak import measure_peak
-from fxremat.passes.gradient_sums import accumulate_sums
+from fxremat.passes.gradient_sums import GradientSums
 from fxremat.passes.halves import Rewritten
 from fxremat.passes.inplace import overwritable, rewrite
 from fxremat.passes.recompute import apply_plan
@@ -55,7 +55,7 @@ class InPlaceCapture(Capture):
             patch.setattr("tests.graphs.apply_plan", in_place)
             patch.setattr("tests.graphs.check_data_flow", lambda *_: None)
             if self.sums:
-                accumulate_sums(module.graph)
+                GradientSums().call(module)
             return super().__call__(module, joint_inputs, **kwargs)
 
 
@@ -159,7 +159,7 @@ def test_sums_of_others_stay() -> None:
         return (torch.sin(h) + torch.cos(h)) @ net.w
 
     seen = capture(Net(forward, w=nn.Parameter(batch(8, 8))), [batch(4, 8).requires_grad_()])
-    assert not accumulate_sums(seen.joint.module.graph)
+    assert not GradientSums().call(seen.joint.module).modified
 
 
 def tied_rows(words: int = 50, width: int = 8) -> Net:

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from fxremat.compat.joint_graph import user_tag
 from fxremat.passes.halves import RECOMPUTED
 from fxremat.passes.joint_graph import Role, is_view, read_joint_graph, root
-from fxremat.passes.user_tags import protect_mutated_inputs
+from fxremat.passes.user_tags import ProtectMutatedInputs
 from tests import graphs, nets
 from tests.conftest import Golden
 from tests.end_to_end import measured
@@ -243,7 +243,7 @@ def without_clone(seen: graphs.Capture) -> Any:
 def test_the_backward_reads_a_clone_of_what_the_step_overwrites(fused: bool) -> None:
     seen = graphs.capture(*nets.make("old buffer"), fused=fused)
     joint = without_clone(seen)
-    assert protect_mutated_inputs(joint)
+    assert ProtectMutatedInputs(joint.num_forward_outputs).call(joint.module).modified
     joint.module.graph.lint()
     joint = read_joint_graph(joint.module, joint.num_forward_outputs)
     (clone,) = graphs.calls(joint.module.graph, ATEN.clone)
@@ -260,8 +260,7 @@ def test_a_clone_stays_in_the_forward_even_if_only_the_backward_reads_it() -> No
     for user in list(source.users):
         if joint.role[user] is Role.FORWARD and "copy_" not in user.name:
             user.replace_input_with(source, joint.primals[0])
-    joint = read_joint_graph(joint.module, joint.num_forward_outputs)
-    assert protect_mutated_inputs(joint)
+    assert ProtectMutatedInputs(joint.num_forward_outputs).call(joint.module).modified
     joint = read_joint_graph(joint.module, joint.num_forward_outputs)
     (clone,) = graphs.calls(joint.module.graph, ATEN.clone)
     assert joint.role[clone] is Role.FORWARD

@@ -23,7 +23,7 @@ from fxremat.compile.verification import taken_variant
 from fxremat.passes.joint_graph import JointGraph, Role, is_tensor, root
 from fxremat.passes.nodes import adder, fake
 from fxremat.passes.variants import saved_values
-from fxremat.passes.variants.insertion import Rule, Site, take, take_with_inserted
+from fxremat.passes.variants.insertion import Rule, Site, Target, take, take_with_inserted
 from fxremat.passes.variants.table import RULES
 from fxremat.verify.taken_variants import check_variants
 from tests.compat_graphs import inductor_by
@@ -86,7 +86,7 @@ def calls(x: torch.Tensor, make: Callable[[Callable[..., fx.Node], fx.Node], Any
 def assert_alike(joint: JointGraph, site: Site) -> None:
     """The stand-ins of a site lie in memory like what they stand for."""
     where: dict[fx.Node, fx.Node] = {}
-    stand_ins = site.insert(copy_module(joint.module, where).graph, where)
+    stand_ins = site.insert(Target(copy_module(joint.module, where).graph, where))
     assert stand_ins
     for old, new in stand_ins.items():
         assert form(fake(old)) == form(fake(new))
@@ -151,8 +151,9 @@ def stand_ins_of(joint: JointGraph, site: Site) -> list[tuple[torch.Tensor, torc
     """Old values and their stand-ins, in pairs."""
     where: dict[fx.Node, fx.Node] = {}
     module = copy_module(joint.module, where)
-    pairs = site.insert(module.graph, where).items()
-    module.graph.output_node().args = (tuple(node for pair in pairs for node in pair),)
+    pairs = site.insert(Target(module.graph, where)).items()
+    results_of = tuple(node for old, new in pairs for node in (where[old], new))
+    module.graph.output_node().args = (results_of,)
     found = results(module, real_inputs(joint))
     return list(zip(found[::2], found[1::2], strict=True))
 

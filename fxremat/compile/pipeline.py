@@ -40,7 +40,7 @@ from fxremat.passes.joint_graph import CleanUp
 from fxremat.passes.offload import AddBeforePutting
 from fxremat.passes.recompute import ApplyPlan
 from fxremat.passes.user_tags import ObeyMustRecompute, ProtectMutatedInputs
-from fxremat.passes.variants.chunks.inductor_kernels import CompileRows, InterpretRows, LayOutRows
+from fxremat.passes.variants.chunks.inductor_kernels import CompileRows, LayOutRows
 from fxremat.passes.variants.insertion import TakeVariants
 from fxremat.verify.preparation import Rights
 
@@ -190,7 +190,7 @@ AS_TORCH = (PassStep(split_as_torch, verification.halves),)
 DONATE = (PassStep(donate),)
 BEGIN = (_in_each_half(partial(CompileRows, waits=False)),)
 FINISH = (_in_each_half(CompileRows),)
-EXPLAIN = (_in_each_half(InterpretRows),)
+EXPLAIN = (_in_each_half(partial(LayOutRows, fused=False)),)
 
 
 @dataclass(frozen=True)

@@ -36,8 +36,8 @@ from torch import fx
 
 from fxremat.core.constants import IMAGE_PARTS
 from fxremat.passes.joint_graph import JointGraph
-from fxremat.passes.nodes import add_call, adder, fake, laid_out_like
-from fxremat.passes.variants.insertion import Rule, Site, StandIns
+from fxremat.passes.nodes import fake, laid_out_like
+from fxremat.passes.variants.insertion import Rule, Site, StandIns, Target
 from fxremat.runtime.chunks import convolutions
 
 _FORWARD = torch.ops.aten.convolution.default
@@ -56,19 +56,13 @@ def _is_known(call: fx.Node) -> bool:
 # --- less workspace ------------------------------------------------------------------------------
 
 
-def _insert_less(
-    call: fx.Node, how: tuple[int, str], graph: fx.Graph, copies: Mapping[fx.Node, fx.Node]
-) -> StandIns:
+def _insert_less(call: fx.Node, how: tuple[int, str], into: Target) -> StandIns:
     """The call, so many images at a time, by an algorithm."""
-    old = copies[call]
-    with graph.inserting_before(old.next):
-        if call.target is _FORWARD:
-            return {old: add_call(graph, convolutions.CONVOLUTION, (*old.args, *how), old)}
-        new = add_call(graph, convolutions.CONVOLUTION_BACKWARD, (*old.args, *how), old)
-        items = [copies[user] for user in call.users]
-        return {
-            item: add_call(graph, operator.getitem, (new, item.args[1]), item) for item in items
-        }
+    old, add = into(call), into.behind(into(call))
+    if call.target is _FORWARD:
+        return {call: add(convolutions.CONVOLUTION, *old.args, *how)}
+    new = add(convolutions.CONVOLUTION_BACKWARD, *old.args, *how)
+    return {item: add(operator.getitem, new, item.args[1]) for item in call.users}
 
 
 def _ways(call: fx.Node) -> Iterator[tuple[int, str]]:
@@ -119,23 +113,16 @@ def of_input(node: fx.Node) -> tuple[Any, ...]:
     return steps, pads, gaps, not transposed, short, groups
 
 
-def _insert_split(
-    node: fx.Node, used: Mapping[int, fx.Node], graph: fx.Graph, copies: Mapping[fx.Node, fx.Node]
-) -> StandIns:
+def _insert_split(node: fx.Node, used: Mapping[int, fx.Node], into: Target) -> StandIns:
     """``used`` are the results of a backward that are read, by their place."""
-    old = copies[node]
+    old, add = into(node), into.behind(into(node))
     args: tuple[Any, ...] = old.args
     gradient, weight, mask = args[0], args[2], args[-1]
-    found: StandIns = {}
-    with graph.inserting_before(old.next):
-        call = add_call(graph, _BACKWARD, (*args[:-1], [False, *mask[1:]]), old)
-        for place in sorted(used.keys() - {_INPUT}):
-            result = copies[used[place]]
-            found[result] = add_call(graph, operator.getitem, (call, place), result)
-        made = add_call(graph, _FORWARD, (gradient, weight, None, *of_input(node)), old)
-        result = copies[used[_INPUT]]
-        found[result] = laid_out_like(result, made, adder(graph, old))
-    return found
+    call = add(_BACKWARD, *args[:-1], [False, *mask[1:]])
+    others = sorted(used.keys() - {_INPUT})
+    found = {used[place]: add(operator.getitem, call, place) for place in others}
+    made = add(_FORWARD, gradient, weight, None, *of_input(node))
+    return {**found, used[_INPUT]: laid_out_like(used[_INPUT], made, add)}
 
 
 def _find_split(joint: JointGraph) -> Iterator[Site]:

@@ -14,14 +14,14 @@ boundary is then moved to where f crosses from one level to the next. The table 
 the nodes of the graph, so no activation has to be known by name. Functions are taken only if they
 are flat outside of the grid, within MEASURABLE parts of their most.
 
-What is lost is bounded in the mean over the grid (`Steps.mean_error`), not for single elements. The
-error has a bias; the paper trains with it. The executor "aot_eager" has no site: its graphs have
-whole calls such as gelu_backward.
+What is lost is bounded in the mean over the grid, not for single elements. The error has a bias;
+the paper trains with it. The executor "aot_eager" has no site: its graphs have whole calls such as
+gelu_backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -34,11 +34,10 @@ from fxremat.compat.tensors import outside_fake_mode
 from fxremat.core.constants import FEW_BIT_GRID, MEASURABLE
 from fxremat.passes.joint_graph import JointGraph, Role, is_repeatable, is_tensor, is_view
 from fxremat.passes.materialisation import is_fusable, is_reduction
-from fxremat.passes.nodes import Add, fake, laid_out_like, run_calls
-from fxremat.passes.variants.insertion import Rule, Site, StandIns
+from fxremat.passes.nodes import Add, fake, laid_out_like, narrowings, run_calls
+from fxremat.passes.variants.insertion import Rule, Site, StandIns, Target
 from fxremat.passes.variants.packed_bits import pack, unpack
 from fxremat.passes.variants.saved_values import (
-    Inserter,
     as_dtype,
     has_order,
     is_float,
@@ -118,38 +117,18 @@ class _Product:
                 self.tables[bits] = replace(steps, boundaries=tuple(exact))
         return self.tables[bits]
 
-    def insert(self, graph: fx.Graph, where: Mapping[fx.Node, fx.Node], *, bits: int) -> StandIns:
+    def insert(self, into: Target, *, bits: int) -> StandIns:
         """Save which level, and multiply the gradient by it."""
         table = self.table(bits)
-        x, last, gradient = (where[n] for n in (self.x, self.last, self.gradient))
-        inserter = Inserter(graph, x, last, last)
-        planes = planes_of(inserter.early, x, table.boundaries)
-        found = derivative(inserter.late, planes, table.levels, fake(x))
-        factors = (as_dtype(inserter.late, n, fake(last).dtype) for n in (gradient, found))
-        product = inserter.late(_ATEN.mul.Tensor, *factors)
-        return {last: laid_out_like(last, product, inserter.late)}
+        x, last, gradient = map(into, (self.x, self.last, self.gradient))
+        late = into.before(last)
+        planes = planes_of(into.behind(x, last), x, table.boundaries)
+        found = derivative(late, planes, table.levels, fake(x))
+        factors = (as_dtype(late, n, fake(last).dtype) for n in (gradient, found))
+        return {self.last: laid_out_like(last, late(_ATEN.mul.Tensor, *factors), late)}
 
 
 # --- finding -----------------------------------------------------------------------------
-
-
-def _narrowings(
-    starts: Iterable[fx.Node], sources: Callable[[fx.Node], Iterable[fx.Node] | None]
-) -> Iterator[fx.Node]:
-    """Nodes that all of ``starts`` follow from, nearest first; it ends where there are no sources.
-
-    Nodes are taken from the last to the first; where one alone waits, all paths go through it.
-    """
-    waiting, seen = set(starts), set(starts)
-    while waiting:
-        last = max(waiting)
-        if len(waiting) == 1:
-            yield last
-        found = sources(last)
-        if found is None:
-            return
-        waiting = (waiting - {last}) | (set(found) - seen)
-        seen |= waiting
 
 
 def _is_number(node: fx.Node) -> bool:
@@ -174,7 +153,7 @@ def _product(
         inside.update((node, *numbers))
         return [source for source in node.all_input_nodes if source not in numbers]
 
-    for x in _narrowings(read, sources):
+    for x in narrowings(read, sources):
         if fake(x).dtype == torch.bool:  # a mask: `packed_bits` saves it exactly
             return None
         if not made_in_forward(joint, x) or fake(x).shape != shape or not inside:
@@ -208,7 +187,7 @@ def _regions(
         others.update(n for n in node.all_input_nodes if n not in late)
         return late
 
-    for gradient in _narrowings([last], sources):
+    for gradient in narrowings([last], sources):
         numbers = set(filter(_is_number, others))
         is_like = is_tensor(gradient) and fake(gradient).shape == fake(last).shape
         if inside and others - numbers and is_like:
@@ -290,8 +269,6 @@ class Steps:
 
     boundaries: tuple[float, ...]
     levels: tuple[float, ...]
-    mean_error: float
-    """The root of the mean squared error over the grid."""
 
 
 def _costs(values: torch.Tensor) -> torch.Tensor:
@@ -321,7 +298,6 @@ def optimal_steps(grid: torch.Tensor, values: torch.Tensor, levels: int) -> Step
     return Steps(
         boundaries=tuple(float(grid[i - 1] + grid[i]) / 2 for i in inner),
         levels=tuple(float(part.mean()) for part in parts),
-        mean_error=float((best[-1] / len(values)).clamp(min=0).sqrt()),
     )
 
 

@@ -23,7 +23,7 @@ on whose side y is silent. Chains in which a result was rounded to a narrower dt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -32,8 +32,7 @@ from torch import fx
 
 from fxremat.passes.joint_graph import JointGraph, Role, is_tensor, is_view, root
 from fxremat.passes.nodes import Add, fake
-from fxremat.passes.variants.insertion import Rule, Site, StandIns
-from fxremat.passes.variants.saved_values import Inserter
+from fxremat.passes.variants.insertion import Rule, Site, StandIns, Target
 
 _ATEN = torch.ops.aten
 _SOFTPLUS_IS_X = 20
@@ -79,20 +78,18 @@ def _rebuild(
     activated: Iterable[Step],
     steps: Iterable[Step],
     read: Container[fx.Node],
-    graph: fx.Graph,
-    where: Mapping[fx.Node, fx.Node],
+    into: Target,
 ) -> StandIns:
     """Make from an output each of ``activated``, then ``steps`` back, one from another.
 
     ``read`` are the nodes on the way that get stand-ins, before their first ``reader``.
     """
-    output, reader = where[output], where[reader]
-    add = Inserter(graph, output, reader, reader).late
-    found = {where[old]: rebuild(add, output) for old, rebuild, _ in activated}
+    output, add = into(output), into.before(into(reader))
+    found = {old: rebuild(add, output) for old, rebuild, _ in activated}
     for old, rebuild, operands in steps:
-        output = rebuild(add, output, *map(where.__getitem__, operands))
+        output = rebuild(add, output, *map(into, operands))
         if old in read:
-            found[where[old]] = output
+            found[old] = output
     return found
 
 

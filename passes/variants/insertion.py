@@ -37,9 +37,31 @@ from fxremat.passes.joint_graph import (
     is_view,
     read_joint_graph,
 )
-from fxremat.passes.nodes import Ancestry
+from fxremat.passes.nodes import Add, Ancestry, adder
 
 StandIns = dict[fx.Node, fx.Node]
+
+
+@dataclass(frozen=True)
+class Target:
+    """The graph that sites are put into: a copy of the one that they were found in.
+
+    Called with a node of the latter it gives the copy.
+    """
+
+    graph: fx.Graph
+    copies: Mapping[fx.Node, fx.Node]
+
+    def __call__(self, node: fx.Node) -> fx.Node:
+        return self.copies[node]
+
+    def before(self, node: fx.Node, like: fx.Node | None = None) -> Add:
+        """It adds calls right before a node of the copy, described like it or like another."""
+        return adder(self.graph, like or node, node)
+
+    def behind(self, node: fx.Node, like: fx.Node | None = None) -> Add:
+        """The same right behind a node, one call behind the other."""
+        return adder(self.graph, like or node, node.next)
 
 
 @dataclass(frozen=True)
@@ -47,14 +69,13 @@ class Site:
     """One occurrence of a rule, as one variant.
 
     ``name`` is unique in the graph, and the same in every run. ``insert`` puts the new nodes in,
-    with ``meta["val"]``, where everything they read has been computed, and returns the stand-ins:
-    sizes, strides and dtypes of old and new are the same. It may be given a copy of the graph:
-    the second argument says which node there is which of the nodes that `find` was given.
+    with ``meta["val"]``, where everything they read has been computed, and returns the stand-ins
+    of nodes that `find` was given: sizes, strides and dtypes of old and new are the same.
     """
 
     rule: str
     name: str
-    insert: Callable[[fx.Graph, Mapping[fx.Node, fx.Node]], StandIns]
+    insert: Callable[[Target], StandIns]
     backward_only: bool = False
     """Whether the stand-ins are for readers in the backward alone, and computed for these."""
     spares: fx.Node | None = None
@@ -81,8 +102,8 @@ class InsertedVariant:
     rule: str
     nodes: tuple[fx.Node, ...]
     stand_ins: Mapping[fx.Node, fx.Node]
-    computed_from: Mapping[fx.Node, Container[fx.Node]]
-    """Everything that each stand-in is computed from."""
+    ancestry: Ancestry
+    """What the nodes of the graph are computed from, those of variants included."""
     backward_only: frozenset[fx.Node]
     """Stand-ins that only the backward reads."""
     forward_readers: frozenset[fx.Node]
@@ -93,7 +114,7 @@ class InsertedVariant:
         new = self.stand_ins.get(source)
         if (
             new is None
-            or reader in self.computed_from[new]
+            or self.ancestry.depends(new, reader)
             or (new in self.backward_only and reader in self.forward_readers)
         ):
             return source
@@ -204,7 +225,8 @@ class _Inserting:
     """
 
     def __init__(self, joint: JointGraph, copies: Mapping[fx.Node, fx.Node]) -> None:
-        self.graph, self.copies, self.role = joint.module.graph, copies, joint.role
+        self.graph, self.role = joint.module.graph, joint.role
+        self.target = Target(self.graph, copies)
         self.forward_results = joint.forward_outputs
         self.known = set(self.graph.nodes)
         self.ancestry = Ancestry(self.graph.nodes)
@@ -223,18 +245,18 @@ class _Inserting:
                 self.first = node if self.first is None else min(self.first, node)
 
     def insert(self, site: Site) -> InsertedVariant:
-        found, role = site.insert(self.graph, self.copies), self.role
-        stand_ins = {self.copies.get(old, old): new for old, new in found.items()}
+        role = self.role
+        stand_ins = {self.target(old): new for old, new in site.insert(self.target).items()}
         nodes = tuple(node for node in self.graph.nodes if node not in self.known)
         self.known.update(nodes)
         self.ancestry.add(nodes)
-        computed_from = {new: self.ancestry.of(new) for new in stand_ins.values()}
+        depends = self.ancestry.depends
         returned = {stand_ins[old] for old in self.forward_results if old in stand_ins}
         rebuilt = {
-            new for old, new in stand_ins.items() if site.backward_only or old in computed_from[new]
+            new for old, new in stand_ins.items() if site.backward_only or depends(new, old)
         } - returned
         early = {new for old, new in stand_ins.items() if role[old] is Role.FORWARD} - rebuilt
-        needed = {node for node in nodes if any(node in computed_from[new] for new in early)}
+        needed = {node for node in nodes if any(depends(new, node) for new in early)}
         self._give_roles(nodes, needed, rebuilt)
         for index, node in enumerate(nodes):
             stored = STORED if STORED in node.meta else ""
@@ -244,7 +266,7 @@ class _Inserting:
             rule=site.rule,
             nodes=nodes,
             stand_ins=stand_ins,
-            computed_from=computed_from,
+            ancestry=self.ancestry,
             backward_only=frozenset(
                 new
                 for new in stand_ins.values()

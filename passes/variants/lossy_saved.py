@@ -26,7 +26,7 @@ saved bytes. Sites are products of which nothing else in the backward reads X.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 from zlib import crc32
@@ -35,11 +35,10 @@ import torch
 from torch import fx
 
 from fxremat.passes.joint_graph import JointGraph, Role, is_view
-from fxremat.passes.nodes import Add, fake, packet_of
+from fxremat.passes.nodes import Add, fake, items, packet_of
 from fxremat.passes.variants import few_bit
-from fxremat.passes.variants.insertion import Rule, Site, StandIns
+from fxremat.passes.variants.insertion import Rule, Site, StandIns, Target
 from fxremat.passes.variants.saved_values import (
-    Inserter,
     Saved,
     as_dtype,
     by_memory,
@@ -115,11 +114,10 @@ def _codes_of_4(add: Add, packed: fx.Node) -> fx.Node:
     return add(_ATEN.reshape.default, codes, [-1, quantised.BLOCK])
 
 
-def through_blocks(inserter: Inserter, value: fx.Node, *, width: int) -> fx.Node:
+def through_blocks(early: Add, add: Add, value: fx.Node, *, width: int) -> fx.Node:
     """The value from codes of ``width`` bits, with a step and a least value for each block."""
-    ordered = by_memory(inserter.early, value)
-    codes, scales = inserter.pair(quantised.quantised, ordered, width, seed_of(value))
-    add = inserter.late
+    call = early(quantised.quantised, by_memory(early, value), width, seed_of(value))
+    codes, scales = items(early, call, 0, 1)
     step, least = (_column(add, add(_ATEN.select.int, scales, 0, row)) for row in (0, 1))
     found = _codes_of_4(add, codes) if width == 4 else codes
     exact = as_dtype(add, found, fake(scales).dtype)
@@ -127,16 +125,14 @@ def through_blocks(inserter: Inserter, value: fx.Node, *, width: int) -> fx.Node
     return _finished(add, rows, value)
 
 
-def through_fp8(inserter: Inserter, value: fx.Node) -> fx.Node:
-    codes, scales = inserter.pair(quantised.as_fp8, by_memory(inserter.early, value))
-    add = inserter.late
+def through_fp8(early: Add, add: Add, value: fx.Node) -> fx.Node:
+    codes, scales = items(early, early(quantised.as_fp8, by_memory(early, value)), 0, 1)
     exact = as_dtype(add, codes, fake(scales).dtype)
     return _finished(add, add(_ATEN.mul.Tensor, exact, _column(add, scales)), value)
 
 
-def through_bf16(inserter: Inserter, value: fx.Node) -> fx.Node:
-    narrow = inserter.early(quantised.narrowed, value, torch.bfloat16)
-    return as_dtype(inserter.late, narrow, fake(value).dtype)
+def through_bf16(early: Add, add: Add, value: fx.Node) -> fx.Node:
+    return as_dtype(add, early(quantised.narrowed, value, torch.bfloat16), fake(value).dtype)
 
 
 _form = partial(
@@ -152,8 +148,7 @@ def _insert_sketches(
     saved: fx.Node,
     late: fx.Node,
     is_left: bool,
-    graph: fx.Graph,
-    where: Mapping[fx.Node, fx.Node],
+    into: Target,
     *,
     part: float,
 ) -> StandIns:
@@ -162,13 +157,11 @@ def _insert_sketches(
     The product is ``saved.T @ late`` (``is_left``) or ``late @ saved``; ``saved`` is the matrix of
     the forward, with the rows that are summed over first.
     """
-    product, saved, late = (where[n] for n in (product, saved, late))
-    rows = max(1, round(part * fake(saved).shape[0]))
-    inserter = Inserter(graph, saved, product, product)
-    small, salt = inserter.pair(quantised.sketch, saved, rows, seed_of(saved))
-    add = inserter.late
-    late = late if is_left else _turned(add, late)
-    other = add(quantised.sketch_again, late, rows, salt)
+    new, matrix, other = map(into, (product, saved, late))
+    rows = max(1, round(part * fake(matrix).shape[0]))
+    early, add = into.behind(matrix, new), into.before(new)
+    small, salt = items(early, early(quantised.sketch, matrix, rows, seed_of(matrix)), 0, 1)
+    other = add(quantised.sketch_again, other if is_left else _turned(add, other), rows, salt)
     left, right = (small, other) if is_left else (other, small)
     return {product: add(_ATEN.mm.default, _turned(add, left), right)}
 
@@ -182,12 +175,6 @@ def _is_turned(node: fx.Node) -> bool:
     return node.target is _ATEN.t.default or list(order) == [1, 0]
 
 
-def _is_view_of(node: fx.Node, value: fx.Node) -> bool:
-    while node is not value and is_view(node):
-        node = node.all_input_nodes[0]
-    return node is value
-
-
 def find_random_matmuls(joint: JointGraph) -> Iterator[Site]:
     """Weight gradients whose saved matrix is read by nothing else in the backward."""
     for saved in saved_values(joint, _is_value):
@@ -197,7 +184,7 @@ def find_random_matmuls(joint: JointGraph) -> Iterator[Site]:
             continue
         left, right = (n for n in product.args if isinstance(n, fx.Node))
         is_left = read is left
-        if not _is_view_of(read, saved.value) or (is_left and not _is_turned(left)):
+        if not all(map(is_view, saved.between)) or (is_left and not _is_turned(left)):
             continue
         late, matrix = (right, left.all_input_nodes[0]) if is_left else (left, right)
         if joint.role[late] is Role.BACKWARD and is_large(matrix):

@@ -17,7 +17,7 @@ of the loops around them, as vectors on the CPU too.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from math import prod
 
@@ -35,16 +35,14 @@ from fxremat.passes.joint_graph import (
 )
 from fxremat.passes.materialisation import is_fusable
 from fxremat.passes.nodes import Add, copy_calls, fake
-from fxremat.passes.variants.insertion import Rule, Site, StandIns
+from fxremat.passes.variants.insertion import Rule, Site, StandIns, Target
 from fxremat.passes.variants.saved_values import (
-    Inserter,
     as_dtype,
     by_memory,
     counting,
     has_order,
     is_large,
     laid_out,
-    made_in_forward,
     order_of,
     rule_of_form,
 )
@@ -126,19 +124,14 @@ def _is_mask(node: fx.Node) -> bool:
 
 
 def _insert_early(
-    mask: fx.Node,
-    cone: Iterable[fx.Node],
-    last_read: fx.Node,
-    graph: fx.Graph,
-    where: Mapping[fx.Node, fx.Node],
+    mask: fx.Node, cone: Iterable[fx.Node], last_read: fx.Node, into: Target
 ) -> StandIns:
     """Compute a mask early as well, by its ``cone``, pack it there, and unpack it at its place."""
-    old, last = where[mask], where[last_read]
-    inserter = Inserter(graph, last, old, old)
+    old = into(mask)
+    early = into.behind(into(last_read), old)
     new: dict[fx.Node, fx.Node] = {}
-    copy_calls(inserter.early, map(where.__getitem__, cone), new)
-    packed = pack(inserter.early, new[old])
-    return {old: unpack(Inserter(graph, last, old.next, old).late, packed, fake(old))}
+    copy_calls(early, map(into, cone), new)
+    return {mask: unpack(into.behind(old), pack(early, new[old]), fake(old))}
 
 
 def _cone(joint: JointGraph, mask: fx.Node) -> tuple[set[fx.Node], set[fx.Node]]:
@@ -148,7 +141,7 @@ def _cone(joint: JointGraph, mask: fx.Node) -> tuple[set[fx.Node], set[fx.Node]]
     """
 
     def is_early(node: fx.Node) -> bool:
-        return joint.role[node] is Role.FORWARD or made_in_forward(joint, node)
+        return joint.role[node] is Role.FORWARD
 
     def is_loop(node: fx.Node) -> bool:
         fuses = is_view(node) or (is_fusable(node) and is_repeatable(node, joint.mutated))
@@ -183,7 +176,7 @@ RULES: tuple[Rule, ...] = (
     rule_of_form(
         "packed_masks",
         "masks saved for the backward in one bit an element",
-        lambda inserter, mask: unpack(inserter.late, pack(inserter.early, mask), fake(mask)),
+        lambda early, late, mask: unpack(late, pack(early, mask), fake(mask)),
         _is_mask,
     ),
     Rule("sign_masks", "comparisons of the backward done early, one bit saved", find_sign_masks),

@@ -21,7 +21,7 @@ too, for its sizes alone: there the input need not be kept for it any more.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
 from itertools import product
@@ -33,8 +33,8 @@ from torch import fx
 
 from fxremat.passes.joint_graph import STORED, JointGraph, root
 from fxremat.passes.materialisation import MOST_INLINED_OPS, users_through_views
-from fxremat.passes.nodes import Add, adder, fake, shape_of
-from fxremat.passes.variants.insertion import Rule, Site, StandIns
+from fxremat.passes.nodes import Add, fake, shape_of
+from fxremat.passes.variants.insertion import Rule, Site, StandIns, Target
 from fxremat.passes.variants.saved_values import as_dtype, counting
 
 _ATEN, _PRIMS = torch.ops.aten, torch.ops.prims
@@ -77,15 +77,14 @@ class _Pool:
     gradients: fx.Node
     axes: tuple[_Axis, ...]
 
-    def insert(self, graph: fx.Graph, copies: Mapping[fx.Node, fx.Node]) -> StandIns:
-        old = copies[self.result]
-        with graph.inserting_before(old):
-            call = adder(graph, old)
-            terms = self.terms(call, copies[self.offsets], copies[self.gradients])
-            total = as_dtype(call, reduce(partial(call, _ATEN.add.Tensor), terms), fake(old).dtype)
-            if self.windows > 1:
-                total.meta[STORED] = True  # every loop that reads it would compare again
-            return {old: call(_ATEN.view.default, total, list(fake(old).shape))}
+    def insert(self, into: Target) -> StandIns:
+        old = fake(self.result)
+        call = into.before(into(self.result))
+        terms = self.terms(call, into(self.offsets), into(self.gradients))
+        total = as_dtype(call, reduce(partial(call, _ATEN.add.Tensor), terms), old.dtype)
+        if self.windows > 1:
+            total.meta[STORED] = True  # every loop that reads it would compare again
+        return {self.result: call(_ATEN.view.default, total, list(old.shape))}
 
     @property
     def windows(self) -> int:

@@ -16,10 +16,9 @@ in some order of the dimensions, so that a stand-in has the strides of what it s
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import fx
@@ -37,45 +36,18 @@ from fxremat.passes.joint_graph import (
     reached,
 )
 from fxremat.passes.materialisation import is_fusable, materialise
-from fxremat.passes.nodes import Add, add_call, copy_calls, fake
-from fxremat.passes.variants.insertion import Rule, Site, StandIns
+from fxremat.passes.nodes import Add, copy_calls, fake
+from fxremat.passes.variants.insertion import Rule, Site, StandIns, Target
 
-Decode = Callable[["Inserter", fx.Node], fx.Node]
-"""Given where to add nodes and the old value, adds encode and decode; returns the decoded."""
+Decode = Callable[[Add, Add, fx.Node], fx.Node]
+"""Adds encode behind the value and decode before its readers, given what adds calls there, and
+the value; returns the decoded."""
 
 _ATEN = torch.ops.aten
 _PRIMS = torch.ops.prims
 
 
 # --- putting nodes in --------------------------------------------------------------------
-
-
-@dataclass
-class Inserter:
-    """Adds calls behind one node (`early`) or before another (`late`), described like a third.
-
-    ``behind`` moves on to what was added last.
-    """
-
-    graph: fx.Graph
-    behind: fx.Node
-    before: fx.Node
-    like: fx.Node
-
-    def early(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """Right behind the value, or what was added there before."""
-        with self.graph.inserting_after(self.behind):
-            self.behind = add_call(self.graph, target, args, self.like, **kwargs)
-        return self.behind
-
-    def late(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        with self.graph.inserting_before(self.before):
-            return add_call(self.graph, target, args, self.like, **kwargs)
-
-    def pair(self, target: Any, *args: Any) -> list[fx.Node]:
-        """The two results of a call behind the value."""
-        call = self.early(target, *args)
-        return [self.early(operator.getitem, call, index) for index in range(2)]
 
 
 def order_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
@@ -97,6 +69,11 @@ def as_view(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor | None:
         return tensor.view(shape)
     except (RuntimeError, ValueError):
         return None
+
+
+def in_shape(add: Add, node: fx.Node, shape: Sequence[int]) -> fx.Node:
+    known = list(fake(node).shape) == list(shape)
+    return node if known else add(_ATEN.view.default, node, list(shape))
 
 
 def permuted(add: Add, node: fx.Node, order: Sequence[int]) -> fx.Node:
@@ -141,9 +118,7 @@ def as_dtype(add: Add, node: fx.Node, dtype: torch.dtype) -> fx.Node:
 
 
 def made_in_forward(joint: JointGraph, node: fx.Node) -> bool:
-    """Whether the node is a result of the forward; one of several may be there for the backward."""
-    if node.target is operator.getitem and not is_view(node):
-        node = node.all_input_nodes[0]
+    """Whether the node is a result of the forward, and none of its inputs."""
     return joint.role[node] is Role.FORWARD and node.op == "call_function"
 
 
@@ -161,13 +136,13 @@ class Saved:
     read: tuple[fx.Node, ...]
     readers: tuple[fx.Node, ...]
 
-    def insert(self, graph: fx.Graph, where: Mapping[fx.Node, fx.Node], decode: Decode) -> StandIns:
+    def insert(self, into: Target, *, decode: Decode) -> StandIns:
         """Add ``decode`` and copies of what lies between; the stand-ins of what is read."""
-        value = where[self.value]
-        inserter = Inserter(graph, value, where[self.readers[0]], value)
-        new = {value: decode(inserter, value)}
-        copy_calls(inserter.late, map(where.__getitem__, self.between), new)
-        return {where[node]: new[where[node]] for node in self.read}
+        value = into(self.value)
+        late = into.before(into(self.readers[0]), value)
+        new = {value: decode(into.behind(value), late, value)}
+        copy_calls(late, map(into, self.between), new)
+        return {node: new[into(node)] for node in self.read}
 
 
 @dataclass

@@ -18,7 +18,7 @@ from hypothesis import given
 from torch import fx
 
 from fxremat.passes.nodes import add_call
-from fxremat.passes.variants.insertion import Site
+from fxremat.passes.variants.insertion import Site, StandIns, Target
 from fxremat.passes.variants.table import RULES
 from fxremat.runtime.chunks import call as rows_call
 from fxremat.runtime.chunks import operator
@@ -112,9 +112,9 @@ def test_rows_are_left_out(name: str) -> None:
 def broken(site: Site, change: Change) -> Site:
     """The site of a rule that puts in something else, by ``change`` of what it made."""
 
-    def insert(graph: Any, where: Any) -> Any:
-        found = dict(site.insert(graph, where))
-        change(graph, found)
+    def insert(into: Target) -> StandIns:
+        found = dict(site.insert(into))
+        change(into.graph, found)
         return found
 
     return replace(site, insert=insert)

@@ -21,7 +21,7 @@ both added and filled in, nothing is offered.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Any
@@ -33,13 +33,12 @@ from fxremat.compat.configuration import OpOverload
 from fxremat.compat.tensors import outside_fake_mode
 from fxremat.core.constants import MOST_MASK_ELEMENTS, MOST_NODES
 from fxremat.passes.joint_graph import is_mutating, is_random, reached
-from fxremat.passes.nodes import Add, Shape, dtype_of, packet_name, run_calls, shape_of
-from fxremat.passes.variants.attention.layout import in_shape, is_move
+from fxremat.passes.nodes import Add, Lookup, Shape, dtype_of, packet_name, run_calls, shape_of
+from fxremat.passes.variants.attention.layout import expanded, is_move, viewed, whole
 from fxremat.passes.variants.attention.scores import VERY_NEGATIVE, Mask, Reading, number
-from fxremat.passes.variants.saved_values import as_dtype
+from fxremat.passes.variants.saved_values import as_dtype, in_shape
 
 _ATEN = torch.ops.aten
-At = Callable[[fx.Node], fx.Node]
 Heads = tuple[int, int]
 """How many batches, and how many heads in each."""
 
@@ -71,7 +70,7 @@ class Bias:
         """Whether rows without keys may have other weights than they had."""
         return self.may_be_empty and self.parts[0].value is None
 
-    def insert(self, add: Add, at: At, dtype: torch.dtype) -> tuple[fx.Node | None, Rows]:
+    def insert(self, add: Add, at: Lookup, dtype: torch.dtype) -> tuple[fx.Node | None, Rows]:
         """Put the tensor in, if there is one, for a kernel of this type."""
         if not self.parts:
             return None, Rows()
@@ -121,18 +120,12 @@ def _in_four(mask: Mask, heads: Heads) -> Shape | None:
 
     None for a mask that is the same along a part of one of them.
     """
-    of, shape = mask.shape, shape_of(mask.tensor) or ()
-    shape = (1,) * (len(of) - len(shape)) + shape
-    lead, own = of[:-2], shape[:-2]
-    cuts = [cut for cut in range(len(of) - 1) if math.prod(lead[:cut]) == heads[0]]
-    pairs = [(lead[: cuts[0]], own[: cuts[0]]), (lead[cuts[0] :], own[cuts[0] :])] if cuts else []
-    if not pairs and math.prod(own) == 1:
-        return (1, 1, *shape[-2:])
-    if not pairs:
-        return (*heads, *shape[-2:]) if own == lead else None
-    if any(math.prod(part) != 1 and part != full for full, part in pairs):
+    own, shape = shape_of(mask.tensor) or (), (*heads, *mask.shape[-2:])
+    layout = viewed(expanded(whole(own), own, mask.shape), shape)
+    varies = [{step > 0 for _, step in pairs} for pairs in layout or ()]
+    if layout is None or any(len(each) > 1 for each in varies):
         return None
-    return (*(math.prod(part) for _, part in pairs), *shape[-2:])
+    return tuple(size if True in each else 1 for size, each in zip(shape, varies, strict=True))
 
 
 # --- what is known of masks ----------------------------------------------------------------------
@@ -201,7 +194,7 @@ def _is_finite(node: Any) -> bool:
 # --- putting them in -----------------------------------------------------------------------------
 
 
-def _shaped(add: Add, at: At, mask: Mask, heads: Heads) -> fx.Node:
+def _shaped(add: Add, at: Lookup, mask: Mask, heads: Heads) -> fx.Node:
     shape = _in_four(mask, heads)
     assert shape is not None
     return in_shape(add, at(mask.tensor), shape)
@@ -216,7 +209,7 @@ def where(add: Add, mask: fx.Node, value: float, node: fx.Node) -> fx.Node:
     return add(_ATEN.where.self, mask, scalar(add, value, node, dtype_of(node)), node)
 
 
-def _add_up(plan: Bias, add: Add, at: At, dtype: torch.dtype) -> tuple[fx.Node, fx.Node | None]:
+def _add_up(plan: Bias, add: Add, at: Lookup, dtype: torch.dtype) -> tuple[fx.Node, fx.Node | None]:
     """The sum of what is added; there is no mask."""
     types = [*(dtype_of(part.tensor) for part in plan.parts), dtype]
     wide = max(types, key=lambda one: one.itemsize)
@@ -224,7 +217,9 @@ def _add_up(plan: Bias, add: Add, at: At, dtype: torch.dtype) -> tuple[fx.Node, 
     return reduce(partial(add, _ATEN.add.Tensor), found), None
 
 
-def _fill_in(plan: Bias, add: Add, at: At, dtype: torch.dtype) -> tuple[fx.Node, fx.Node | None]:
+def _fill_in(
+    plan: Bias, add: Add, at: Lookup, dtype: torch.dtype
+) -> tuple[fx.Node, fx.Node | None]:
     found: fx.Node | None = None
     hidden: fx.Node | None = None
     for part in plan.parts:

@@ -19,8 +19,7 @@ were looked at in graphs of fake tensors only, and never ran on a GPU.
 from __future__ import annotations
 
 import math
-import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -28,15 +27,14 @@ import torch
 from torch import fx
 
 from fxremat.passes.joint_graph import JointGraph
-from fxremat.passes.nodes import Add, adder, fake, shape_of
+from fxremat.passes.nodes import Add, Lookup, adder, fake, items, shape_of
 from fxremat.passes.variants.attention.bias import Bias, Heads, Rows, plan_bias, where
 from fxremat.passes.variants.attention.layout import Operand, Result, operand, origin, result
 from fxremat.passes.variants.attention.match import Attention, find_attention
-from fxremat.passes.variants.insertion import Rule, Site, StandIns
+from fxremat.passes.variants.insertion import Rule, Site, StandIns, Target
 
 _ATEN = torch.ops.aten
 _NAMES = "query", "key", "value"
-At = Callable[[fx.Node], fx.Node]
 
 
 # --- one site ------------------------------------------------------------------------------------
@@ -56,26 +54,23 @@ class Fused:
     operands: Mapping[str, Operand]
     results: Mapping[str, Result] = field(default_factory=dict)
 
-    def insert(self, graph: fx.Graph, copies: Mapping[fx.Node, fx.Node]) -> StandIns:
+    def insert(self, into: Target) -> StandIns:
         """The forward before the old output, the backward before the first of its products."""
-        at, attention = copies.__getitem__, self.attention
-        place = at(attention.output.node)
-        first = min(map(at, attention.late), default=place)
-        calls = self.calls(adder(graph, place), adder(graph, first), at)
-        found: StandIns = {}
-        with graph.inserting_before(place):
-            add, output = adder(graph, place), next(calls)["output"]
-            for name in ("output", "product"):
-                one = self.results[name]
-                if at(one.node) not in found:
-                    found[at(one.node)] = one.insert(add, output)
-        with graph.inserting_before(first):
-            for name, node in next(calls, {}).items():
-                one = self.results[name]
-                found[at(one.node)] = one.insert(adder(graph, first), node)
+        place = into(self.attention.output.node)
+        early = into.before(place)
+        late = into.before(min(map(into, self.attention.late), default=place))
+        calls = self.calls(early, late, into)
+        output, found = next(calls)["output"], StandIns()
+        for name in ("output", "product"):
+            one = self.results[name]
+            if one.node not in found:
+                found[one.node] = one.insert(early, output)
+        for name, node in next(calls, {}).items():
+            one = self.results[name]
+            found[one.node] = one.insert(late, node)
         return found
 
-    def calls(self, early: Add, late: Add, at: At) -> Iterator[dict[str, fx.Node]]:
+    def calls(self, early: Add, late: Add, at: Lookup) -> Iterator[dict[str, fx.Node]]:
         """Adds the forward and gives the output; asked again, the backward and the gradients."""
         query, key, value = (self.operands[name].insert(early, at) for name in _NAMES)
         mask, rows = self.bias.insert(early, at, fake(query).dtype)
@@ -95,7 +90,7 @@ class Fused:
         if rows.zero is not None and rows.lost is not None:
             gradient = where(late, rows.lost, 0.0, gradient)  # of NaN it may be NaN
         call = self.kernel.backward(late, given, kept, gradient)
-        named = dict(zip(_NAMES, _items(late, call, 0, 1, 2), strict=True))
+        named = dict(zip(_NAMES, items(late, call, 0, 1, 2), strict=True))
         yield _with_rows(late, {name: named[name] for name in self.attention.gradients}, rows)
 
 
@@ -238,10 +233,6 @@ class Inputs:
         return [*fake(self.query).shape[:3], fake(self.key).shape[2]]
 
 
-def _items(add: Add, call: fx.Node, *positions: int) -> Nodes:
-    return tuple(add(operator.getitem, call, position) for position in positions)
-
-
 def _widths(given: Inputs) -> set[int]:
     return {fake(node).shape[-1] for node in given.operands}
 
@@ -262,7 +253,7 @@ class OnCpu:
         """Output and logarithms."""
         target = _ATEN._scaled_dot_product_flash_attention_for_cpu.default
         named = {"attn_mask": given.bias, "scale": given.scale}
-        return _items(add, add(target, *given.operands, 0.0, given.is_causal, **named), 0, 1)
+        return items(add, add(target, *given.operands, 0.0, given.is_causal, **named), 0, 1)
 
     def backward(self, add: Add, given: Inputs, kept: Nodes, gradient: fx.Node) -> fx.Node:
         target = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -299,7 +290,7 @@ class FlashOnCuda:
         """Output, logarithms, and the state of the generator in two parts."""
         target = _ATEN._scaled_dot_product_flash_attention.default
         call = add(target, *given.operands, 0.0, given.is_causal, scale=given.scale)
-        return _items(add, call, 0, 1, 6, 7)
+        return items(add, call, 0, 1, 6, 7)
 
     def backward(self, add: Add, given: Inputs, kept: Nodes, gradient: fx.Node) -> fx.Node:
         """Lengths of sequences are given as numbers: all are as long."""
@@ -336,7 +327,7 @@ class EfficientOnCuda:
             bias = add(_ATEN.expand.default, bias, given.scores)
         target = _ATEN._scaled_dot_product_efficient_attention.default
         args = (*given.operands, bias, True, 0.0, given.is_causal)
-        found = _items(add, add(target, *args, scale=given.scale), 0, 1, 2, 3)
+        found = items(add, add(target, *args, scale=given.scale), 0, 1, 2, 3)
         return found if bias is None else (*found, bias)
 
     def backward(self, add: Add, given: Inputs, kept: Nodes, gradient: fx.Node) -> fx.Node:

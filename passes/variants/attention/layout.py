@@ -22,6 +22,7 @@ from torch import fx
 from fxremat.passes.joint_graph import JointGraph, root
 from fxremat.passes.nodes import (
     Add,
+    Lookup,
     Shape,
     dtype_of,
     fake,
@@ -30,7 +31,7 @@ from fxremat.passes.nodes import (
     packet_name,
     shape_of,
 )
-from fxremat.passes.variants.saved_values import as_view, permuted
+from fxremat.passes.variants.saved_values import as_view, in_shape, permuted
 
 Pairs = tuple[tuple[int, int], ...]
 Layout = tuple[Pairs, ...]
@@ -91,9 +92,8 @@ def _transpose(node: fx.Node, layout: Layout) -> Layout | None:
     return tuple(found)
 
 
-def _expand(node: fx.Node, layout: Layout) -> Layout | None:
-    shape = known_shape(node)
-    old = known_shape(first_operand(node))
+def expanded(layout: Layout, old: Shape, shape: Shape) -> Layout:
+    """The layout of a tensor of shape ``old`` that is broadcast to another."""
     padded = ((),) * (len(shape) - len(old)) + layout
     sizes = (1,) * (len(shape) - len(old)) + old
     return tuple(
@@ -110,7 +110,9 @@ _MOVES: dict[str, Callable[[fx.Node, Layout], Layout | None]] = {
     **dict.fromkeys(("clone", "alias", "detach", "contiguous"), lambda node, layout: layout),
     **dict.fromkeys(("transpose", "t"), _transpose),
     "permute": lambda node, layout: tuple(layout[d] for d in node.args[1]),  # type: ignore[union-attr, index]
-    "expand": _expand,
+    "expand": lambda node, layout: expanded(
+        layout, known_shape(first_operand(node)), known_shape(node)
+    ),
 }
 
 
@@ -195,8 +197,6 @@ def moved_freely(tensor: torch.Tensor, how: Moves) -> torch.Tensor | None:
 
 # --- operands ---------------------------------------------------------------------------------
 
-At = Callable[[fx.Node], fx.Node]
-
 
 @dataclass(frozen=True)
 class Product:
@@ -208,11 +208,6 @@ class Product:
     def layout(self, shape: Shape) -> Layout:
         """Over the [N, T, D] that it should be."""
         return swapped(whole(shape)) if self.is_swapped else whole(shape)
-
-
-def in_shape(add: Add, node: fx.Node, shape: Sequence[int]) -> fx.Node:
-    known = list(fake(node).shape) == list(shape)
-    return node if known else add(_ATEN.view.default, node, list(shape))
 
 
 def _move(add: Add, node: fx.Node, how: Moves) -> fx.Node:
@@ -233,7 +228,7 @@ class Operand:
     how: Moves
     is_copied: bool
 
-    def insert(self, add: Add, at: At) -> fx.Node:
+    def insert(self, add: Add, at: Lookup) -> fx.Node:
         found = _move(add, at(self.node), self.how)
         return _contiguous(add, found) if self.is_copied else found
 

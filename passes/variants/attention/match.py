@@ -26,7 +26,6 @@ from fxremat.passes.variants.attention.layout import Product, Seen, origin, swap
 from fxremat.passes.variants.attention.scores import (
     Reading,
     number,
-    packets,
     read,
     read_softmax,
     reduces,
@@ -123,31 +122,18 @@ def _softmax_gradients(same: set[fx.Node]) -> Iterator[tuple[fx.Node, Any]]:
         for total in _readers([product], "sum"):
             if not reduces(total, "sum", product):
                 continue
-            for node in (*_readers([total], "fma"), *_readers([product], "sub")):
-                if _subtracts(node, product, total, same):
+            for node in _readers([total], "fma"):  # of -P, the total and the product
+                negative, other, added = node.args
+                assert isinstance(negative, fx.Node)
+                is_negative = packet_name(negative) == "neg" and negative.all_input_nodes[0] in same
+                if is_negative and other is total and added is product:
                     yield node, given
-
-
-def _subtracts(node: fx.Node, product: fx.Node, total: fx.Node, same: set[fx.Node]) -> bool:
-    if packet_name(node) == "fma":
-        negative, other, added = node.args
-        assert isinstance(negative, fx.Node)
-        is_negative = packet_name(negative) == "neg" and negative.all_input_nodes[0] in same
-        return is_negative and other is total and added is product
-    minuend, scaled = node.args
-    if minuend is not product or node.kwargs or packet_name(scaled) != "mul":  # type: ignore[arg-type]
-        return False
-    pair = set(scaled.args)  # type: ignore[union-attr]
-    return total in pair and bool((pair - {total}) & same)
 
 
 # --- the whole -----------------------------------------------------------------------------------
 
 
 def find_attention(joint: JointGraph) -> Iterator[Attention]:
-    names = packets(joint.module.graph)
-    if not names & {"bmm", "baddbmm"} or not names & {"_softmax", "exp"}:
-        return
     for node in joint.module.graph.nodes:
         if joint.role[node] is Role.FORWARD:
             found = _match(joint, node)

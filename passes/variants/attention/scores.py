@@ -68,10 +68,6 @@ class Reading:
         return replace(self, masks=(*self.masks, Mask(*mask)))
 
 
-def packets(graph: fx.Graph) -> set[str]:
-    return {packet_name(node) for node in graph.nodes}
-
-
 def number(value: Any) -> float | None:
     """A number, or the number in a tensor that holds one and is made in the graph."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):

@@ -24,7 +24,7 @@ from torch import fx
 
 from fxremat.compat.configuration import OpOverload
 from fxremat.passes.joint_graph import Role, is_repeatable, is_tensor, reached
-from fxremat.passes.nodes import arguments_of, dtype_of, packet_name, shape_of
+from fxremat.passes.nodes import arguments_of, dtype_of, narrowings, packet_name, shape_of
 from fxremat.passes.variants.chunks.loops import constant_of
 from fxremat.passes.variants.chunks.operators import VIEWS
 from fxremat.passes.variants.chunks.regions import Region, levels
@@ -32,61 +32,44 @@ from fxremat.passes.variants.chunks.regions import Region, levels
 
 @dataclass(frozen=True)
 class Factor:
-    """The number, and the nodes outside of the region that are computed for 1 in place of it."""
+    """The number, and the nodes outside of the region that are computed for 1 in place of it.
+
+    The ``multiples`` of it are in the region.
+    """
 
     node: fx.Node
     between: tuple[fx.Node, ...]
-
-    def depends(self, region: Region) -> set[fx.Node]:
-        found = {self.node, *self.between}
-        for node in region.in_order():
-            if not found.isdisjoint(node.all_input_nodes):
-                found.add(node)
-        return found & set(region.kinds)
+    multiples: frozenset[fx.Node]
 
 
-def _ways(region: Region) -> list[fx.Node]:
-    """All that depends on tangents and leads into the region, in graph order."""
+def factor(region: Region) -> Factor | None:
+    """The number that the backward of the region is a multiple of."""
     role = region.joint.role
 
     def late(nodes: Iterable[fx.Node]) -> list[fx.Node]:
         return [node for node in nodes if role.get(node) is Role.BACKWARD]
 
-    found = reached(late(region.kinds), lambda node: late(node.all_input_nodes))
-    return sorted(found)
+    def sources(node: fx.Node) -> list[fx.Node] | None:
+        return None if node.op == "placeholder" else late(node.all_input_nodes)
 
-
-def _first_cut(region: Region, ways: list[fx.Node]) -> int | None:
-    """The position of the first number outside that every way passes."""
-    index = {node: i for i, node in enumerate(ways)}
-    reach = -1
-    for i, node in enumerate(ways):
-        if node in region.kinds:
-            return None
-        is_passed = reach <= i and shape_of(node) in ((), (1,))
-        if is_passed and all(later.op != "placeholder" for later in ways[i + 1 :]):
-            return i
-        reach = max([reach, *(index[user] for user in node.users if user in index)])
-    return None
-
-
-def factor(region: Region) -> Factor | None:
-    """The number that the backward of the region is a multiple of."""
-    ways = _ways(region)
-    cut = _first_cut(region, ways)
-    if cut is None:
+    ends = late(region.kinds)
+    passed = [n for n in narrowings(ends, sources) if n not in region.kinds]
+    first = next((n for n in reversed(passed) if shape_of(n) in ((), (1,))), None)
+    if first is None:
         return None
-    found = Factor(ways[cut], tuple(n for n in ways[cut + 1 :] if n not in region.kinds))
-    dependent = {found.node}
-    for node in ways[cut + 1 :]:
+    ways = reached(ends, lambda node: late(node.all_input_nodes))
+    behind = sorted(node for node in ways if node > first)
+    between = tuple(node for node in behind if node not in region.kinds)
+    dependent = {first}
+    for node in behind:
         if not _is_linear(node, dependent) or dtype_of(node) is torch.float16:
             return None
         dependent.add(node)
-    mutated = region.joint.mutated
-    if not all(is_repeatable(node, mutated) for node in found.between):
+    if not all(is_repeatable(node, region.joint.mutated) for node in between):
         return None
-    known = levels(region, in_one=True, given=found.node)
-    return found if max(known.values()) == 0 else None
+    if max(levels(region, first).values()) > 0:
+        return None
+    return Factor(first, between, frozenset(dependent.intersection(region.kinds)))
 
 
 # --- linear operators ----------------------------------------------------------------------------

@@ -14,24 +14,12 @@ from typing import Any
 from torch import fx
 
 from fxremat.compat.inductor.post_grad import prefers_channels_last
-from fxremat.compat.tensors import fake_mode_of
-from fxremat.passes.base import Changed, Pass
+from fxremat.passes.base import Changed, Pass, in_place
 from fxremat.passes.joint_graph import is_tensor, reached
+from fxremat.passes.nodes import work_out_result
 from fxremat.runtime.chunks.buffers import places_of_images
 from fxremat.runtime.chunks.call import RowsCall
 from fxremat.runtime.chunks.operator import ROWS
-
-
-def suit_rows(module: fx.GraphModule) -> None:
-    """Have all calls of the graph run fused, with results in Inductor's layout.
-
-    Values change by rounding only.
-    """
-    channels_last = prefers_channels_last(module)
-    for node in _calls(module):
-        node.kwargs = {**node.kwargs, "fused": True}
-        if channels_last:
-            _lay_out(node)
 
 
 def _lay_out(node: fx.Node) -> None:
@@ -45,9 +33,7 @@ def _lay_out(node: fx.Node) -> None:
     if not images or any(u.args[1] in images and _is_wanted_densely(u) for u in picked):
         return
     node.kwargs = {**node.kwargs, "channels_last": True}
-    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
-    with fake_mode_of(node.graph):
-        node.meta["val"] = ROWS(*args, **kwargs)
+    work_out_result(node)
     for user in picked:
         user.meta["val"] = node.meta["val"][user.args[1]]
 
@@ -70,30 +56,27 @@ def _calls(module: fx.GraphModule) -> list[fx.Node]:
 
 @dataclass(frozen=True)
 class LayOutRows(Pass):
-    """Has the calls of one half run fused, in the layout that Inductor gives their neighbours."""
+    """Has the calls of one half run ``fused``, in the layout that Inductor gives their neighbours.
+
+    Else they run operator by operator, and nothing is compiled for a run or two. Values change by
+    rounding only.
+    """
 
     name = "row layout"
+    fused: bool = True
 
     def call(self, module: fx.GraphModule) -> Changed:
-        suit_rows(module)
-        return Changed(module, bool(_calls(module)))
+        channels_last = self.fused and prefers_channels_last(module)
+        for node in _calls(module):
+            node.kwargs = {**node.kwargs, "fused": self.fused}
+            if channels_last:
+                _lay_out(node)
+        return in_place(module, bool(_calls(module)))
 
     def ensures(self, module: fx.GraphModule) -> None:
         for node in _calls(module):
-            self.demand(bool(node.kwargs.get("fused")), f"{node.name} does not run fused")
-
-
-@dataclass(frozen=True)
-class InterpretRows(Pass):
-    """Has the calls of one half run operator by operator: nothing is compiled for a run or two."""
-
-    name = "rows by operator"
-
-    def call(self, module: fx.GraphModule) -> Changed:
-        for node in _calls(module):
-            node.kwargs = {**node.kwargs, "fused": False}
-        module.recompile()
-        return Changed(module, bool(_calls(module)))
+            is_so = node.kwargs.get("fused") is self.fused
+            self.demand(is_so, f"{node.name} does not run {'' if self.fused else 'un'}fused")
 
 
 @dataclass(frozen=True)

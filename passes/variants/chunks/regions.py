@@ -338,15 +338,15 @@ def find_image_regions(joint: JointGraph) -> list[Region]:
 # --- levels ------------------------------------------------------------------------------------
 
 
-def levels(region: Region, *, in_one: bool, given: fx.Node | None = None) -> dict[fx.Node, int]:
-    """The level of every node; with ``in_one`` tangents are no barrier, ``given`` is known.
+def levels(region: Region, given: fx.Node | None = None) -> dict[fx.Node, int]:
+    """The level of every node; where a node is ``given``, tangents are no barrier.
 
     One sweep over the graph: outside of the region, a node has the level of its operands, one more
     for those that are inside.
     """
     inside = region.in_order()
     forward = [n for n in inside if region.joint.role[n] is Role.FORWARD]
-    if in_one or not forward:
+    if given is not None or not forward:
         return _sweep(region, inside, 0, given)
     first = _sweep(region, forward, 0)
     later = [n for n in inside if n not in first]

@@ -19,7 +19,7 @@ outside of the region gets the shape and the strides of the old node, and stands
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass, field
 from functools import partial
 from math import ceil
@@ -35,8 +35,8 @@ from fxremat.passes.variants.chunks.early_gradients import Factor, factor
 from fxremat.passes.variants.chunks.ignored_rows import IgnoredRows, ignored_rows
 from fxremat.passes.variants.chunks.loops import Loop, Refused, plan_loops
 from fxremat.passes.variants.chunks.regions import Region, find_image_regions, find_regions, levels
-from fxremat.passes.variants.insertion import Rule, Site, StandIns
-from fxremat.passes.variants.saved_values import as_view, has_order
+from fxremat.passes.variants.insertion import Rule, Site, StandIns, Target
+from fxremat.passes.variants.saved_values import as_view, has_order, in_shape
 from fxremat.runtime.chunks.operator import ROWS
 from fxremat.runtime.chunks.program import dump
 
@@ -99,11 +99,10 @@ def rule_of(region: Region) -> str | None:
 
 @dataclass
 class _Insertion:
-    """A form, being put into a graph (a copy of that of its region)."""
+    """A form, being put into a copy of the graph of its region."""
 
-    graph: fx.Graph
     form: _Form
-    nodes: Mapping[fx.Node, fx.Node]
+    into: Target
     made: dict[fx.Node, fx.Node] = field(default_factory=dict)
     """What the loops gave so far, as [rows, *row_shape] or as a sum.
 
@@ -111,70 +110,63 @@ class _Insertion:
     """
 
     def __post_init__(self) -> None:
-        self.region = self.form.region
+        self.region, self.graph = self.form.region, self.into.graph
 
     def after(self, nodes: list[fx.Node]) -> None:
         """Go on behind the last of ``nodes``, of inputs, and of the forward if that has no loop."""
         joint = self.region.joint
         if self.region.only_backward:
             backward = (n for n in joint.module.graph.nodes if joint.role[n] is Role.BACKWARD)
-            nodes = [*nodes, self.nodes[next(n for n in backward if n.op == "call_function")]]
+            nodes = [*nodes, self.into(next(n for n in backward if n.op == "call_function"))]
         last = max(nodes)
         while last.next.op == "placeholder":
             last = last.next
         self.graph.inserting_before(last.next)
 
     def input(self, node: fx.Node) -> fx.Node:
-        return self.made.get(node) or self.nodes[node]
+        return self.made.get(node) or self.into(node)
 
     def shaped(self, node: fx.Node, *shape: int) -> fx.Node:
         """A node in a shape, copied where no view is that."""
         given = self.input(node)
+        add = adder(self.graph, given)
         if as_view(given.meta["val"], shape) is None:
-            kwargs = {"memory_format": torch.contiguous_format}
-            given = add_call(self.graph, _ATEN.clone.default, (given,), given, **kwargs)
-        if given.meta["val"].shape == shape:
-            return given
-        return add_call(self.graph, _ATEN.view.default, (given, list(shape)), given)
+            given = add(_ATEN.clone.default, given, memory_format=torch.contiguous_format)
+        return in_shape(add, given, shape)
 
     def call(self, loop: Loop) -> None:
         self.after([self.input(node) for node, _ in (*loop.rows, *loop.whole)])
         rows = [self.shaped(node, self.region.rows, *shape) for node, shape in loop.rows]
         whole = [self.shaped(node, *shape) for node, shape in loop.whole]
         args = (rows, whole, dump(loop.program), *self.form.size)
-        call = add_call(self.graph, ROWS, args, self.nodes[loop.results[0]])
+        call = add_call(self.graph, ROWS, args, loop.results[0])
         for position, node in enumerate(loop.results):
-            like = self.nodes[node]
-            self.made[node] = add_call(self.graph, operator.getitem, (call, position), like)
+            self.made[node] = add_call(self.graph, operator.getitem, (call, position), node)
 
     def copy_for_one(self, scale: Factor) -> None:
         """Compute what is between the factor and the region for a factor of 1."""
-        one = self.nodes[scale.node]
         read = {i for n in scale.between for i in n.all_input_nodes}
         read -= {scale.node, *scale.between}
         inputs = self.graph.find_nodes(op="placeholder")
-        self.after([*(self.nodes[node] for node in read), inputs[-1]])
-        tensor = one.meta["val"]
+        self.after([*map(self.into, read), inputs[-1]])
+        tensor = scale.node.meta["val"]
         kwargs = {"dtype": tensor.dtype, "device": tensor.device}
         args: Any = (list(tensor.shape), 1.0)
-        self.made[scale.node] = add_call(self.graph, _ATEN.full.default, args, one, **kwargs)
+        one = add_call(self.graph, _ATEN.full.default, args, scale.node, **kwargs)
+        self.made[scale.node] = one
         for node in scale.between:
             args, named = fx.map_arg((node.args, dict(node.kwargs)), self.input)
-            self.made[node] = add_call(self.graph, node.target, args, self.nodes[node], **named)
+            self.made[node] = add_call(self.graph, node.target, args, node, **named)
 
     def stand_in(self, node: fx.Node) -> fx.Node:
         """What may be read in place of a node: its shape and strides."""
-        old, made = self.nodes[node], self.made[node]
-        shape = known_shape(node)
-        if tuple(made.meta["val"].shape) != shape:
-            made = add_call(self.graph, _ATEN.view.default, (made, list(shape)), old)
-        return laid_out_like(old, made, adder(self.graph, old))
+        add = adder(self.graph, node)
+        return laid_out_like(node, in_shape(add, self.made[node], known_shape(node)), add)
 
     def scaled(self, node: fx.Node, scale: Factor) -> fx.Node:
         """A multiple of the factor: the result for 1, times the factor."""
-        given = self.nodes[scale.node]
-        if given.meta["val"].dim():
-            given = add_call(self.graph, _ATEN.view.default, (given, []), given)
+        given = self.into(scale.node)
+        given = in_shape(adder(self.graph, given), given, ())
         return add_call(self.graph, _ATEN.mul.Tensor, (node, given), node)
 
 
@@ -190,24 +182,24 @@ class _Form:
     size: Sizes
     scale: Factor | None = None
 
-    def insert(self, graph: fx.Graph, nodes: Mapping[fx.Node, fx.Node]) -> StandIns:
-        one = _Insertion(graph, self, nodes)
+    def insert(self, into: Target) -> StandIns:
+        one = _Insertion(self, into)
         found: StandIns = {}
-        multiples: set[fx.Node] = set()
+        multiples = frozenset[fx.Node]()
         if self.scale is not None:
             one.copy_for_one(self.scale)
-            multiples = self.scale.depends(self.region)
+            multiples = self.scale.multiples
         outside = set(self.region.read_outside())
         for loop in self.loops:
             one.call(loop)
             for node in loop.results:
                 if node in outside and node not in multiples:
-                    found[nodes[node]] = one.stand_in(node)
+                    found[node] = one.stand_in(node)
         if self.scale is not None:
-            one.after([nodes[self.scale.node], *one.made.values()])
+            one.after([into(self.scale.node), *one.made.values()])
             for node in sorted(multiples & outside):
                 one.made[node] = one.scaled(one.made[node], self.scale)
-                found[nodes[node]] = one.stand_in(node)
+                found[node] = one.stand_in(node)
         return found
 
 
@@ -218,9 +210,9 @@ def _again(region: Region, ignored: IgnoredRows | None, scale: Factor | None = N
     """The loops of a region, which leave rows out if some are ``ignored``."""
     if not all(map(has_order, region.read_outside())):
         return None
-    given = None if scale is None else scale.node
+    known = levels(region, None if scale is None else scale.node)
     try:
-        loops = tuple(plan_loops(region, levels(region, in_one=scale is not None, given=given)))
+        loops = tuple(plan_loops(region, known))
         for loop in loops:
             dump(loop.program)
     except (Refused, TypeError):
@@ -259,19 +251,8 @@ def forms(region: Region, others: Set[fx.Node] = frozenset()) -> Iterator[tuple[
                 yield f"{name} {size[0]}", way(size)
 
 
-_NEEDED = {
-    "chunked_loss": {"exp", "_softmax", "_log_softmax"},
-    "chunked_mlp": {"mm", "addmm"},
-    "chunked_attention": {"bmm", "baddbmm"},
-    "chunked_convolutions": {"convolution"},
-}
-"""One of these a graph must have to be looked at."""
-
-
 def find(joint: JointGraph, rule: str) -> list[Site]:
     found: list[Site] = []
-    if not _NEEDED[rule] & {packet_name(node) for node in joint.module.graph.nodes}:
-        return found
     regions = (
         find_image_regions(joint)
         if rule == "chunked_convolutions"
