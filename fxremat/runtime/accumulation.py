@@ -43,7 +43,6 @@ from fxremat.compat.backward import (
 from fxremat.core.layout import extent
 from fxremat.runtime.host_memory import is_host, is_on, size_of_extent, storage_address
 from fxremat.runtime.kernels import WAITS, register
-from fxremat.runtime.placed import can_be_freed, free
 
 log = logging.getLogger(__name__)
 
@@ -133,7 +132,7 @@ def accumulated(gradient: torch.Tensor, weight: torch.Tensor, read: Sequence[tor
     with no_other_backward() as alone:
         if alone and reason is None:
             weight.grad.add_(gradient)
-            free(gradient)
+            gradient.untyped_storage().resize_(0)
             _keep_from(adder)
             return
     _tell(reason or "another backward is running", gradient)
@@ -198,8 +197,9 @@ def _reason_against(
     shared = id(weight) not in known.apart or extent(sum_.size(), sum_.stride()) < sum_.numel()
     if shared or any(storage_address(one) == storage_address(sum_) for one in read):
         return "its .grad shares memory with something else"
-    is_whole = gradient.untyped_storage().nbytes() == size_of_extent(gradient) > 0
-    if not is_whole or gradient.storage_offset() != 0 or not can_be_freed(gradient):
+    storage = gradient.untyped_storage()
+    is_whole = storage.nbytes() == size_of_extent(gradient) > 0
+    if not is_whole or gradient.storage_offset() != 0 or not storage.resizable():
         return "the gradient is a part of a larger tensor"
     return None
 

@@ -64,14 +64,6 @@ class Half(Protocol):
         """The buffer of a call that is not quite as planned, or whose bytes may be held."""
         ...
 
-    def has(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies where it may be freed."""
-        ...
-
-    def free(self, tensor: torch.Tensor) -> bool:
-        """Nobody reads again what lies where a tensor does; False if it has not such a place."""
-        ...
-
 
 class _Now(threading.local):
     """Of this thread: the places of the code that runs, and those offered to the next forward."""
@@ -114,18 +106,6 @@ def _placing(empty: Empty) -> Empty:
 
 empty_strided_cpu = _placing(EMPTY["cpu"])
 empty_strided_cuda = _placing(EMPTY["cuda"])
-
-
-def free(tensor: torch.Tensor) -> None:
-    """Give back the memory of a tensor that nobody reads again, whoever holds it; from code."""
-    if _NOW.half is None or not _NOW.half.free(tensor):
-        tensor.untyped_storage().resize_(0)
-
-
-def can_be_freed(tensor: torch.Tensor) -> bool:
-    """Whether `free` can do so."""
-    storage, half = tensor.untyped_storage(), _NOW.half
-    return storage.resizable() or (half is not None and bool(half.has(tensor)))
 
 
 def go_on_with(places: Places) -> None:
