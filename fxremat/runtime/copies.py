@@ -21,7 +21,7 @@ ends with ``settle(host)``: the host goes on when the device has done all that i
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -176,16 +176,10 @@ torch.library.register_autograd("fxremat::put", _gradient_of_put, setup_context=
 # --- how fast copies are ----------------------------------------------------------------------
 
 
-class MeasuredSpeed(NamedTuple):
-    """Bytes per second of each direction while the other is busy too."""
+def measure_copy_speed(device: torch.device | str) -> tuple[float, float]:
+    """Bytes per second to the host, and to the device, while the other direction is busy too.
 
-    to_host_bytes_per_s: float
-    to_device_bytes_per_s: float
-
-
-def measure_copy_speed(device: torch.device | str) -> MeasuredSpeed:
-    """Copy ever larger tensors, to 16 MiB each, until that takes long enough to be measured.
-
+    Ever larger tensors are copied, to 16 MiB each, until that takes long enough to be measured.
     It holds at most 64 MiB of host memory, which count for the cap, and as much on the device.
     On the CPU it measures the delay that is asked for, less what really copying costs.
     """
@@ -195,7 +189,7 @@ def measure_copy_speed(device: torch.device | str) -> MeasuredSpeed:
         records = _copy_both_ways(torch.device(device), nbytes)
         if max(record.end_s - record.start_s for record in records) >= 0.02:
             break
-    return MeasuredSpeed(_speed(records, "to_host"), _speed(records, "to_device"))
+    return _speed(records, "to_host"), _speed(records, "to_device")
 
 
 def _copy_both_ways(device: torch.device, nbytes: int) -> list[CopyRecord]:

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from fxremat.errors import InvalidOption
-from fxremat.runtime import Stepped
+from fxremat.runtime.optimizer_steps import Stepped
 
 __all__ = ["StepInBackward", "step_in_backward"]
 
