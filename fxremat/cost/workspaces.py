@@ -35,7 +35,7 @@ from fxremat.cost.call_times import (
     made_call,
     operands,
 )
-from fxremat.cost.cuda_scratch import IN_FORM_OUT, Multiprocessors, known_blocks
+from fxremat.cost.cuda_scratch import IN_FORM_OUT, known_blocks
 from fxremat.cost.number_file import NumberFile, number_path
 from fxremat.cost.roofline import scratch_of
 from fxremat.memory.allocator_settings import in_blocks
@@ -133,7 +133,8 @@ class Workspaces:
             return self.blocks_of_call(IN_FORM_OUT[target], args, given)
         whole = self.of_call(target, args, kwargs)
         if self.device.type == "cuda" and whole:
-            blocks = known_blocks(target, args, kwargs, _multiprocessors(self.device))
+            card = torch.cuda.get_device_properties(self.device)
+            blocks = known_blocks(target, args, kwargs, card)
             if blocks and sum(in_blocks(n, self.device) for n in blocks) == whole:
                 return blocks
         return (whole,) if whole else ()
@@ -203,11 +204,6 @@ class Workspaces:
             made_anew = sum(in_blocks(n, self.device) for n in anew)
             above = measure_call(lambda: target(*real, **named), self.device)
         return max(0, above - made_anew)
-
-
-def _multiprocessors(device: torch.device) -> Multiprocessors:
-    of = torch.cuda.get_device_properties(device)
-    return Multiprocessors(of.multi_processor_count, of.max_threads_per_multi_processor)
 
 
 def _batch_of(target: Any, args: Any, kwargs: Any) -> int:
