@@ -7,11 +7,20 @@ block touches. Source: torch, c10/cuda/CUDACachingAllocator.cpp (`release_block`
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
-from fxremat.core.events import Allocate, EmptyCache, Event, Free
+from fxremat.core.events import Allocate, Event, Free
 from fxremat.memory.allocator import CachingAllocator
 from fxremat.memory.allocator_blocks import Block, Device, Pool
 from fxremat.memory.allocator_settings import AllocatorSettings, round_up
+
+
+@dataclass(frozen=True, slots=True)
+class EmptyCache:
+    """torch.cuda.empty_cache() is called."""
+
+
+HeapEvent = Event | EmptyCache
 
 
 class Allocator(CachingAllocator):
@@ -56,7 +65,7 @@ class Allocator(CachingAllocator):
                     _unmap(self._device, pool, block, block.page)
 
 
-def apply_events(allocator: Allocator, events: Iterable[Event]) -> Iterator[None]:
+def apply_events(allocator: Allocator, events: Iterable[HeapEvent]) -> Iterator[None]:
     """Applies one event after the other, yielding after each."""
     address_of: dict[str, int] = {}
     for event in events:

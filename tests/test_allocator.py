@@ -16,9 +16,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.allocator import Allocator, apply_events, most_requested
+from benchmarks.allocator import Allocator, EmptyCache, HeapEvent, apply_events, most_requested
 from benchmarks.allocator_snapshot import compare, from_snapshot
-from fxremat.core.events import Allocate, EmptyCache, Event, Free
+from fxremat.core.events import Allocate, Event, Free
 from fxremat.memory.allocator import replay
 from fxremat.memory.allocator_settings import AllocatorSettings, parse_settings
 from tests.examples import examples
@@ -34,7 +34,7 @@ def taken(name: str, mib: float, stream: int = 0) -> Allocate:
     return Allocate(name, int(mib * MIB), stream)
 
 
-def after(text: str, events: Iterable[Event]) -> Allocator:
+def after(text: str, events: Iterable[HeapEvent]) -> Allocator:
     """An allocator with the settings of ``text`` on a device without end, after these events."""
     made = Allocator(parse_settings(text))
     for _ in apply_events(made, events):
@@ -45,7 +45,7 @@ def after(text: str, events: Iterable[Event]) -> Allocator:
 A, B, C, D = "abcd"
 PAGES = "expandable_segments:True"
 HOLE_OF_3 = (taken(A, 3), taken(B, 17), Free(A))
-RULES: dict[str, tuple[str, tuple[Event, ...], float, float]] = {
+RULES: dict[str, tuple[str, tuple[HeapEvent, ...], float, float]] = {
     # name: settings, events, MiB reserved and MiB allocated in the end
     "nothing": ("", (), 0, 0),
     "a request of no bytes": ("", (taken(A, 0), Free(A)), 0, 0),
@@ -435,7 +435,7 @@ def test_a_retry_is_an_emptied_cache() -> None:
     assert kinds == [Allocate, Free, EmptyCache, Allocate]
     assert recording.reserved_bytes == (20 * MIB, 20 * MIB, 0, 30 * MIB)
     assert compare(recorded).worst_difference_bytes == 0
-    usage = replay(event for event in recording.events if event != EmptyCache())
+    usage = replay(event for event in recording.events if not isinstance(event, EmptyCache))
     assert usage.peak_reserved_bytes == 50 * MIB
 
 

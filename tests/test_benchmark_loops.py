@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.allocator import EmptyCache
 from benchmarks.loops import rows
 from benchmarks.loops.__main__ import arguments
 from benchmarks.loops.judge import half_of_batch
@@ -22,7 +23,7 @@ from benchmarks.loops.stand_in import Arena, LoopGraph, StandIn, on_device, runs
 from benchmarks.loops.steps import LOOPS
 from fxremat.compat.absent.pretending import has_triton
 from fxremat.compat.tensors import is_fake
-from fxremat.core.events import Allocate, EmptyCache, Free, Given, RunEvents
+from fxremat.core.events import Allocate, Free, Given, RunEvents
 from fxremat.core.layout import CodeBuffer, HalfLayout, RunLayout
 from fxremat.sizes import MIB
 from fxremat.whatif.device import absent

@@ -46,7 +46,7 @@ def events_of(saved: tuple[int, ...], again: int) -> RunEvents:
 
     def make(half: int, nbytes: int) -> str:
         halves[half].append(Allocate(next(names), nbytes))
-        return str(halves[half][-1].name)  # type: ignore[union-attr]
+        return halves[half][-1].name
 
     kept = []
     for nbytes in saved:

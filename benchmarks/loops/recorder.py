@@ -18,7 +18,9 @@ from torch.utils import _pytree as pytree
 from fxremat.compat.absent.pretending import CUDA
 from fxremat.compat.absent.without_device import without_device
 from fxremat.compat.tensors import is_fake, storage_watch
-from fxremat.core.events import Allocate, EmptyCache, Event, Free
+from fxremat.core.events import Allocate, Free
+
+from ..allocator import EmptyCache, HeapEvent
 
 Place = Literal["common", "graphs", "arena"]
 """Where a block lies: in the pool of everybody, in that of the graphs, or in the arena."""
@@ -34,7 +36,7 @@ ARENA = "arena"
 class Happening:
     """Something that is asked of the allocator: where, in which step, and what runs then."""
 
-    event: Event
+    event: HeapEvent
     place: Place
     step: int
     moment: Moment
@@ -203,7 +205,7 @@ class LoopRecorder:
             self.workspaces.add(thread)
             self.allocate(self.libraries.workspace, "libraries")
 
-    def _note(self, event: Event, place: Place) -> None:
+    def _note(self, event: HeapEvent, place: Place) -> None:
         self.happenings.append(Happening(event, place, self.step, self.moment))
 
     def _empty_cache(self) -> None:

@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from fxremat.core.events import Allocate, EmptyCache, Free
+from fxremat.core.events import Allocate, Free
 from fxremat.memory.allocator_settings import AllocatorSettings
 
-from ..allocator import Allocator
+from ..allocator import Allocator, EmptyCache
 from .recorder import ARENA, Happening, LoopRecord, Moment
 
 

@@ -24,12 +24,7 @@ class Free:
     name: str
 
 
-@dataclass(frozen=True, slots=True)
-class EmptyCache:
-    """torch.cuda.empty_cache() is called."""
-
-
-Event = Allocate | Free | EmptyCache
+Event = Allocate | Free
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from fxremat.core.step import NOTHING_HELD, Order, is_number
 
 def without(events: Sequence[Event], names: Collection[str]) -> tuple[Event, ...]:
     """The events but those of the blocks of these names."""
-    return tuple(e for e in events if not (isinstance(e, (Allocate, Free)) and e.name in names))
+    return tuple(event for event in events if event.name not in names)
 
 
 def staying(run: RunEvents) -> frozenset[str]:
@@ -77,7 +77,7 @@ def _step_without(
     for event in found:
         if isinstance(event, Allocate):
             left[event.name] = None
-        elif isinstance(event, Free):
+        else:
             del left[event.name]
     return [*found, *(Free(name) for name in left if name not in stays)]
 
@@ -168,7 +168,7 @@ class _Composer:
         for event in events:
             if isinstance(event, Allocate):
                 own[event.name] = self.allocate(event.nbytes, stream=event.stream)
-            elif isinstance(event, Free):
+            else:
                 self.let_go(own.pop(event.name))
 
     def hand_over(self, wanted: Sequence[Allocate], blocks: Sequence[str]) -> None:

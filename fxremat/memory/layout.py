@@ -126,7 +126,8 @@ def arrange(
         else:
             pairs = ((k, *pair) for k, x in enumerate(runs) for pair in seconds(x).items())
             second = {_name(k, first): _name(k, other) for k, first, other in pairs}
-            loop = loop_of([*_named(in_sequence(one.outside(runs), order))], second)
+            step = in_sequence(one.outside(runs), order)
+            loop = loop_of([replace(e, name=_name(k, e.name)) for k, e in step], second)
         segment, reserved = least_pool(loop, settings)
         layout = replace(one.layout, pool_bytes=segment)
         best.append(replace(one, layout=layout, reserved_bytes=layout.arena_bytes + reserved))
@@ -203,7 +204,7 @@ def _of_own_pool(events: Iterable[Event]) -> Iterator[Event]:
     for event in events:
         if isinstance(event, Allocate) and event.stream == OWN_POOL:
             own.add(event.name)
-        if isinstance(event, (Allocate, Free)) and event.name in own:
+        if event.name in own:
             yield event
 
 
@@ -236,14 +237,8 @@ def least_pool(
     return best[1], best[0]
 
 
-def _named(events: Iterable[tuple[int, Event]]) -> Iterator[Event]:
-    """The events, with names that no two runs share."""
-    for run, event in events:
-        if isinstance(event, (Allocate, Free)):
-            yield replace(event, name=_name(run, event.name))
-
-
 def _name(run: int, block: str) -> str:
+    """No two runs share it."""
     return f"{run}:{block}"
 
 

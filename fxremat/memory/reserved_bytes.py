@@ -170,7 +170,7 @@ def _asked(events: Iterable[Event]) -> tuple[int, ...]:
         if isinstance(event, Allocate):
             numbers[event.name] = next(made)
             found.append(event.nbytes)
-        elif isinstance(event, Free):
+        else:
             found.append(-numbers.pop(event.name) - 1)
     return tuple(found)
 
