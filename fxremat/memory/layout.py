@@ -42,12 +42,13 @@ from fxremat.memory.composed_steps import (
     seconds,
     staying,
     with_second_gradients,
-    without,
 )
 from fxremat.planner.addresses import PartialArena, place
 
 OWN_POOL, ARENA = 1, 2
 """Streams that stand for the graphs' own pool, and for what lies in the arena."""
+POOLS = 0, OWN_POOL
+"""Those of the allocator: the pool that all share, and the graphs' own."""
 
 Block = tuple[int, str]
 """The number of a run, and the name of one of its blocks."""
@@ -67,13 +68,6 @@ class Arranged:
     layout: StepLayout
     placed: tuple[frozenset[str], ...]
     reserved_bytes: int = 0
-
-    def outside(self, runs: Sequence[RunEvents]) -> tuple[RunEvents, ...]:
-        """What remains of the runs for the allocator: their events without what is placed."""
-        return tuple(
-            replace(x, forward=without(x.forward, names), backward=without(x.backward, names))
-            for x, names in zip(runs, self.placed, strict=True)
-        )
 
 
 def arrange(
@@ -122,11 +116,11 @@ def arrange(
         one = arranged(placement)
         if len(runs) > 1 and outside:
             events, second = asked_of_pools(asked, one.placed, outside)
-            loop = loop_of(list(_of_own_pool(events)), second)
+            loop = loop_of(on_streams((OWN_POOL,), events), second)
         else:
             pairs = ((k, *pair) for k, x in enumerate(runs) for pair in seconds(x).items())
             second = {_name(k, first): _name(k, other) for k, first, other in pairs}
-            step = in_sequence(one.outside(runs), order)
+            step = ((k, e) for k, e in in_sequence(runs, order) if e.name not in one.placed[k])
             loop = loop_of([replace(e, name=_name(k, e.name)) for k, e in step], second)
         segment, reserved = least_pool(loop, settings)
         layout = replace(one.layout, pool_bytes=segment)
@@ -164,7 +158,7 @@ def asked_of_pools(
     """
     marked = [_marked(run, names) for run, names in zip(runs, placed, strict=True)]
     events, second = composed(outside, marked.__getitem__)
-    return without_arena(events), second
+    return on_streams(POOLS, events), second
 
 
 def _marked(run: RunEvents, placed: Collection[str]) -> RunEvents:
@@ -183,29 +177,16 @@ def where(events: Iterable[Event], placed: Collection[str]) -> tuple[Event, ...]
     )
 
 
-def without_arena(events: Iterable[Event]) -> list[Event]:
-    """What the pools are asked for."""
-    there, placed = list[Event](), set[str]()
-    for event in events:
-        if isinstance(event, Allocate) and event.stream == ARENA:
-            placed.add(event.name)
-        elif not (isinstance(event, Free) and event.name in placed):
-            there.append(event)
-    return there
+def on_streams(streams: Collection[int], events: Sequence[Event]) -> list[Event]:
+    """The events of blocks that lie in the places for which these streams stand."""
+    asked = (event for event in events if isinstance(event, Allocate))
+    names = {one.name for one in asked if one.stream in streams}
+    return [event for event in events if event.name in names]
 
 
 def is_resident(event: Event) -> TypeGuard[Allocate]:
     """Whether it is there all the time: its name is no number."""
     return isinstance(event, Allocate) and not event.name.isdigit()
-
-
-def _of_own_pool(events: Iterable[Event]) -> Iterator[Event]:
-    own = set[str]()
-    for event in events:
-        if isinstance(event, Allocate) and event.stream == OWN_POOL:
-            own.add(event.name)
-        if event.name in own:
-            yield event
 
 
 def _placements(arena: PartialArena) -> Iterator[Placement]:
