@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, ExitStack
+from typing import NamedTuple
 
 from fxremat.errors import InvalidOption
 from fxremat.runtime import host_memory
 from fxremat.runtime.copy_trace import Direction
 from fxremat.runtime.cpu_engine import ENGINE
-from fxremat.runtime.host_memory import HostBytes
+
+
+class HostBytes(NamedTuple):
+    """Bytes of host memory that copies of this process hold, now and at most since the reset."""
+
+    now_bytes: int
+    peak_bytes: int
 
 
 def host_bytes() -> HostBytes:
-    """Bytes of host memory that copies of this process hold, now and at most since the reset."""
-    return host_memory.HOST_MEMORY.count()
+    """What they hold."""
+    return HostBytes(host_memory.HOST_MEMORY.held_bytes, host_memory.HOST_MEMORY.peak_bytes)
 
 
 def reset_host_peak() -> None:
     """Let ``host_bytes().peak_bytes`` begin anew with what is held now."""
-    host_memory.HOST_MEMORY.reset_peak()
+    host_memory.HOST_MEMORY.peak_bytes = host_memory.HOST_MEMORY.held_bytes
 
 
 def set_host_memory_cap(cap_bytes: int | None) -> AbstractContextManager[object]:

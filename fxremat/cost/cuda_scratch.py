@@ -173,10 +173,6 @@ def _cudnn_backward(gradient: Any, query: Any, key: Any, *_: Any, **__: Any) -> 
     return (sums + sum(_expanded(query, key)) + _CUDNN_ALIGNMENT,)
 
 
-def _cudnn_forward(*_: Any, **__: Any) -> Blocks:
-    return (_CUDNN_ALIGNMENT,)
-
-
 def _efficient_backward(gradient: Any, query: Any, *_: Any, **__: Any) -> Blocks:
     batch, heads, rows, width = map(size_bound, query.shape)
     sums = batch * heads * rows * _FLOAT
@@ -208,7 +204,7 @@ def _in_pieces(x: Any, *_: Any, **__: Any) -> Blocks:
 
 FORMULAS: Mapping[Any, Callable[..., Blocks]] = {
     _ATEN._scaled_dot_product_flash_attention_backward.default: _flash_backward,
-    _ATEN._scaled_dot_product_cudnn_attention.default: _cudnn_forward,
+    _ATEN._scaled_dot_product_cudnn_attention.default: lambda *_, **__: (_CUDNN_ALIGNMENT,),
     _ATEN._scaled_dot_product_cudnn_attention_backward.default: _cudnn_backward,
     _ATEN._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
     _ATEN.index_put.default: _index_put,
