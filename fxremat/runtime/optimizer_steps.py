@@ -1,6 +1,6 @@
 """Optimizer steps that begin inside a compiled backward, when a gradient is in host memory.
 
-    arrived(gradient, weight, read, first, device)
+    arrived(gradient, weight, read, device)
 
 stands in a backward where the copy of a gradient to the host has been waited for, and every copy
 of its weight to the device too. If somebody asked for it (`Stepped`), the optimizer then steps on
@@ -11,8 +11,9 @@ takes none. The backward ends with `finish`, where it waits for the steps.
 A step never sees a part of a gradient, and nothing reads a weight while it is written:
 
 * In the backward that is running, nothing but this graph has a gradient for the weight, and
-  autograd will add it to ``weight.grad``, where there is none yet. That is known where a compiled
-  graph is the first to run in a backward, for all that follow; elsewhere it is not assumed.
+  autograd will add it to ``weight.grad``, where there is none yet. That is known in a backward that
+  Python began, if no other is running.
+* Autograd runs in the thread that began the backward: no other node runs beside the graph.
 * Nobody has a hook on the weight, who would see the stand-in.
 * No other tensor that the rest of the graph reads shares memory with the weight.
 
@@ -24,7 +25,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -36,10 +36,13 @@ from weakref import WeakValueDictionary
 import torch
 
 from fxremat.compat.backward import (
+    GraphInBackward,
+    accumulators_of,
     hooks_on,
-    leaves_of_one_node,
-    leaves_of_this_node,
     running_backward,
+    running_node,
+    runs_in_one_thread,
+    watch_backwards,
 )
 from fxremat.core.constants import STEPS_AHEAD
 from fxremat.runtime.copy_trace import Trace, active_traces, host_time
@@ -94,6 +97,7 @@ class Stepped:
         self.started: Step | None = None
         self._stand_in = 0
         self._step = step
+        watch_backwards()
         _STEPPED[id(parameter)] = self
 
     def start(self, gradient: torch.Tensor, ready: Callable[[], object]) -> Step:
@@ -154,13 +158,12 @@ class _Worker:
         return self._unfinished
 
 
-class _BackwardSteps(threading.local):
-    """The backward that this thread runs, what is known of it, and what began in it."""
+class _BackwardSteps(GraphInBackward):
+    """What is known of the graph that runs in this thread's backward, and what began there."""
 
     def __init__(self) -> None:
-        self.number: int | None = None
-        self.from_one_node: frozenset[int] = frozenset()
-        self.from_this_node: frozenset[int] = frozenset()
+        super().__init__()
+        self.of_this_graph: frozenset[int] = frozenset()
         self.shared: frozenset[int] = frozenset()
         self.steps: list[Step] = []
 
@@ -174,14 +177,10 @@ os.register_at_fork(after_in_child=_WORKER.after_fork)
 # --- in the backward ---------------------------------------------------------------------
 
 
-@register(
-    "(Tensor(a!) gradient, Tensor(b!) weight, Tensor[] read, bool first, Device device) -> ()",
-    WAITS,
-)
+@register("(Tensor(a!) gradient, Tensor(b!) weight, Tensor[] read, Device device) -> ()", WAITS)
 def arrived(
-    gradient: torch.Tensor, weight: torch.Tensor, read: list[torch.Tensor], first: bool,
-    device: torch.device,
-) -> None:  # fmt: skip
+    gradient: torch.Tensor, weight: torch.Tensor, read: list[torch.Tensor], device: torch.device
+) -> None:
     """The optimizer of ``weight`` may step.
 
     ``gradient``, in host memory, is what the graph returns for its input ``weight``, and is
@@ -190,7 +189,7 @@ def arrived(
     """
     if not _STEPPED:
         return
-    if first:
+    if _BACKWARD.is_another():
         _begin([weight, *read])
     stepped = _STEPPED.get(id(weight))
     if stepped is not None and stepped.parameter is weight and _may_step(weight, gradient):
@@ -199,25 +198,20 @@ def arrived(
 
 
 def _begin(host: Sequence[torch.Tensor]) -> None:
-    """Find out about the backward that is running, and about the graph that runs in it now."""
+    """Find out about the graph that runs now."""
     finish()
-    number = running_backward()
-    if number != _BACKWARD.number:
-        _BACKWARD.number = number
-        _BACKWARD.from_one_node = frozenset(map(id, leaves_of_one_node()))
-    _BACKWARD.from_this_node = frozenset(map(id, leaves_of_this_node()))
+    own = (id(adder.variable) for adder in accumulators_of(running_node()))
+    _BACKWARD.of_this_graph = frozenset(own) if runs_in_one_thread() else frozenset()
     uses = Counter(map(storage_address, {id(tensor): tensor for tensor in host}.values()))
     _BACKWARD.shared = frozenset(address for address, count in uses.items() if count > 1)
 
 
 def _may_step(weight: torch.Tensor, gradient: torch.Tensor) -> bool:
     """Whether ``gradient`` is the whole one, and nobody reads it or the weight from here on."""
-    now, known = running_backward(), _BACKWARD
-    whole = id(weight) in known.from_one_node and id(weight) in known.from_this_node
+    known = _BACKWARD
     return (
-        now is not None
-        and now == known.number
-        and whole
+        id(weight) in known.of_one_edge
+        and id(weight) in known.of_this_graph
         and weight.grad is None
         and hooks_on(weight) == 1
         and storage_address(weight) not in known.shared
