@@ -27,26 +27,19 @@ from fxremat.sizes import format_bytes
 Call = Callable[..., Any]
 
 
-def enforced(call: Call, device: torch.device, limit: int, planned: Callable[[], str]) -> Call:
-    """The same as ``call``, which runs a compiled graph, under a cap of ``limit`` bytes.
-
-    The cap lasts as long as what is returned. ``planned`` is as for `explained`.
-    """
-    run = explained(call, planned, CAPPED % format_bytes(limit))
-    hold_cap(device, limit, run)
-    return run
-
-
 CAPPED = "The allocator was held to the memory budget of %s, because of enforce=True."
 NOT_CAPPED = "The memory budget is %s. Of it, this was planned:"
 
 
-def explained(call: Call, planned: Callable[[], str], why: str) -> Call:
+def explained(
+    call: Call, device: torch.device, limit: int, planned: Callable[[], str], *, capped: bool
+) -> Call:
     """The same as ``call``, which runs a compiled graph, with more in torch's `OutOfMemoryError`.
 
-    It says ``why``, and what the graph's plan holds, as ``planned`` tells it.
+    It says what the graph's plan holds, as ``planned`` tells it, of a budget of ``limit`` bytes. If
+    ``capped``, the allocator takes no more than these, as long as what is returned lives.
     """
-    running = _Running(why, planned)
+    running = _Running((CAPPED if capped else NOT_CAPPED) % format_bytes(limit), planned)
 
     def run(*args: Any) -> Any:
         before = autograd_position()
@@ -62,6 +55,8 @@ def explained(call: Call, planned: Callable[[], str], why: str) -> Call:
         return results
 
     when_backward_fails(_explain)
+    if capped:
+        hold_cap(device, limit, run)
     return like(call, run)
 
 
