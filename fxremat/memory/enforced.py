@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,6 +28,10 @@ Call = Callable[..., Any]
 
 CAPPED = "The allocator was held to the memory budget of %s, because of enforce=True."
 NOT_CAPPED = "The memory budget is %s. Of it, this was planned:"
+WHAT_TO_DO = (
+    "What to do: code beside the compiled graphs may hold more than was counted: say so with the "
+    "options reserve and optimizer; or set another memory_budget."
+)
 
 
 def explained(
@@ -39,19 +42,25 @@ def explained(
     It says what the graph's plan holds, as ``planned`` tells it, of a budget of ``limit`` bytes. If
     ``capped``, the allocator takes no more than these, as long as what is returned lives.
     """
-    running = _Running((CAPPED if capped else NOT_CAPPED) % format_bytes(limit), planned)
+    why = (CAPPED if capped else NOT_CAPPED) % format_bytes(limit)
+
+    def explain(error: BaseException) -> None:
+        error.args = (f"{error}\n{why} {planned()}\n{WHAT_TO_DO}",)
+
+    def end() -> None:
+        _IN_BACKWARD[:] = [one for one in _IN_BACKWARD if one is not explain]
 
     def run(*args: Any) -> Any:
         before = autograd_position()
         try:
             results = call(*args)
         except torch.OutOfMemoryError as error:
-            running.explain(error)
+            explain(error)
             raise
         node = node_of_forward(results, before)
         if node is not None:
-            when_backward_begins(node, running.begin)
-            when_backward_ends(node, running.end)
+            when_backward_begins(node, lambda: _IN_BACKWARD.append(explain))
+            when_backward_ends(node, end)
         return results
 
     when_backward_fails(_explain)
@@ -60,37 +69,15 @@ def explained(
     return like(call, run)
 
 
-@dataclass(eq=False)
-class _Running:
-    """A graph whose backward may be running."""
-
-    why: str
-    planned: Callable[[], str]
-
-    def begin(self) -> None:
-        _IN_BACKWARD.append(self)
-
-    def end(self) -> None:
-        _IN_BACKWARD[:] = [one for one in _IN_BACKWARD if one is not self]
-
-    def explain(self, error: BaseException) -> None:
-        """Say in the error what the plan holds."""
-        message = (
-            f"{error}\n{self.why} {self.planned()}\nWhat to do: code beside the compiled graphs "
-            "may hold more than was counted: say so with the options reserve and optimizer; or set "
-            "another memory_budget."
-        )
-        error.args = (message,)
-
-
-_IN_BACKWARD: list[_Running] = []
+_IN_BACKWARD: list[Callable[[BaseException], None]] = []
+"""Of the graphs whose backward runs, what explains an error of it."""
 
 
 def _explain(error: BaseException) -> None:
     """A backward has ended with this error."""
     running, _IN_BACKWARD[:] = _IN_BACKWARD[:], []
     if running and isinstance(error, torch.OutOfMemoryError):
-        running[-1].explain(error)
+        running[-1](error)
 
 
 # --- the cap ---------------------------------------------------------------------------------
