@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from functools import partial
 from threading import Lock
 from time import perf_counter
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -24,24 +25,20 @@ from fxremat.runtime.copy_trace import CopyRecord, Direction, Engine, Trace, Wai
 from fxremat.runtime.host_memory import run_of_memory, size_of_extent
 
 
-class _CudaTransfer:
+class _CudaTransfer(NamedTuple):
     """One copy. It holds its tensors until somebody has waited, or it is seen to have ended.
 
     Only after an exception does nobody wait. Then the memory that the copy writes must not be
     given to somebody else before it has ended.
     """
 
-    def __init__(self, source: torch.Tensor, target: torch.Tensor, ended: torch.cuda.Event) -> None:
-        self.nbytes = size_of_extent(source)
-        self.ended = ended
-        self._tensors: tuple[torch.Tensor, ...] = (source, target)
-
-    def release(self) -> None:
-        self._tensors = ()
+    nbytes: int
+    ended: torch.cuda.Event
+    tensors: list[torch.Tensor]
 
     def is_over(self) -> bool:
-        """Whether the transfer holds nothing, or need not any more."""
-        return not self._tensors or bool(self.ended.query())  # type: ignore[no-untyped-call]
+        """Whether it holds nothing, or need not any more."""
+        return not self.tensors or bool(self.ended.query())  # type: ignore[no-untyped-call]
 
 
 class _CudaLine:
@@ -60,14 +57,15 @@ class _CudaLine:
         """Copy once the computing stream has come here and ``after`` is reached."""
         with self._lock:
             while self._running and self._running[0].is_over():
-                self._running.popleft().release()
+                self._running.popleft().tensors.clear()
             self._stream.wait_event(torch.cuda.current_stream(self._device).record_event())
             if after is not None:
                 self._stream.wait_event(after)
-            timed = _device_time(self._direction, size_of_extent(source), self._stream)
+            nbytes = size_of_extent(source)
+            timed = _device_time(self._direction, nbytes, self._stream)
             with torch.cuda.stream(self._stream), timed:
                 run_of_memory(target).copy_(run_of_memory(source), non_blocking=True)
-            transfer = _CudaTransfer(source, target, self._stream.record_event())
+            transfer = _CudaTransfer(nbytes, self._stream.record_event(), [source, target])
             self._running.append(transfer)
             return transfer
 
@@ -102,7 +100,7 @@ class CudaEngine(Engine[_CudaTransfer]):
         computing = torch.cuda.current_stream(device)
         with _device_time(what, transfer.nbytes, computing):
             computing.wait_event(transfer.ended)
-        transfer.release()
+        transfer.tensors.clear()
 
 
 def _pinned_like(x: torch.Tensor) -> torch.Tensor:
