@@ -29,7 +29,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from threading import Event, Lock
+from threading import Event
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -82,6 +82,7 @@ class Step:
             self.error = error
         finally:
             self.parameter.grad = None
+            _RUNNING.pop(self.storage, None)
             self.ended.set()
 
 
@@ -108,7 +109,8 @@ class Stepped:
         gradient.set_(mapped_like(taken, flags=flags))  # type: ignore[call-overload]
         self._stand_in = storage_address(gradient)
         self.started = Step(self.parameter, taken, self._step, ready, size_of_extent(taken))
-        _WORKER.submit(self.started)
+        _RUNNING[self.started.storage] = self.started
+        _THREAD.submit(self.started.run)
         return self.started
 
     def gradient_is_whole(self) -> None:
@@ -133,31 +135,6 @@ class Stepped:
             )
 
 
-class _Worker:
-    """The thread that steps, and the steps that it may not have done yet."""
-
-    def __init__(self) -> None:
-        self.after_fork()
-
-    def after_fork(self) -> None:
-        """Begin anew: the thread stays behind in a fork."""
-        self._thread = ThreadPoolExecutor(1, "fxremat steps")
-        self._lock = Lock()
-        self._unfinished: list[Step] = []
-
-    def submit(self, step: Step) -> None:
-        with self._lock:
-            self._unfinished.append(step)
-        self._thread.submit(step.run)
-
-    def unfinished(self) -> Sequence[Step]:
-        """Steps that may still be running; the others are let go of."""
-        if self._unfinished:
-            with self._lock:
-                self._unfinished = [one for one in self._unfinished if not one.ended.is_set()]
-        return self._unfinished
-
-
 class _BackwardSteps(GraphInBackward):
     """What is known of the graph that runs in this thread's backward, and what began there."""
 
@@ -169,9 +146,20 @@ class _BackwardSteps(GraphInBackward):
 
 
 _STEPPED: WeakValueDictionary[int, Stepped] = WeakValueDictionary()
-_WORKER = _Worker()
 _BACKWARD = _BackwardSteps()
-os.register_at_fork(after_in_child=_WORKER.after_fork)
+_RUNNING: dict[int, Step] = {}
+"""Steps on their way, by the addresses of what they write: one begins after it was read again."""
+_THREAD = ThreadPoolExecutor(1, "fxremat steps")
+
+
+def _begin_anew() -> None:
+    """The thread stays behind in a fork, and so do its steps."""
+    global _THREAD
+    _THREAD = ThreadPoolExecutor(1, "fxremat steps")
+    _RUNNING.clear()
+
+
+os.register_at_fork(after_in_child=_begin_anew)
 
 
 # --- in the backward ---------------------------------------------------------------------
@@ -230,14 +218,12 @@ def finish(but: int = 0) -> None:
     steps, _BACKWARD.steps = _BACKWARD.steps[:end], _BACKWARD.steps[end:]
     for step in steps:
         step.ended.wait()
-    _WORKER.unfinished()
 
 
 def before_reading(host: torch.Tensor) -> None:
     """Wait for a step that still writes ``host``: the backward in which it began has failed."""
-    for step in _WORKER.unfinished():
-        if step.storage == storage_address(host):
-            step.ended.wait()
+    if step := _RUNNING.get(storage_address(host)):
+        step.ended.wait()
 
 
 def now_on(device: torch.device) -> Callable[[], object]:
