@@ -18,9 +18,9 @@ from fxremat.core.schedule import Kind
 from fxremat.core.timeline import replay
 from fxremat.memory.measured_peak import held_bytes, measure_peak
 from fxremat.report.report import Report
-from fxremat.runtime.copy_trace import CopyRecord, copy_trace
 
 from . import copying
+from .copying import CopyRecord, copy_trace
 from .offload_picture import Span, Streams
 from .training import Training
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import fxremat
-from fxremat.runtime.copy_trace import CopyRecord, copy_trace
+from benchmarks.copying import CopyRecord, copy_trace
 from tests.host_weights import equal, moved
 from tests.small import Layers, seeded
 

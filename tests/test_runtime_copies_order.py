@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from benchmarks import copying
+from benchmarks.copying import copy_trace
 from fxremat.compat.configuration import inductor_config
 from fxremat.errors import InvalidOption
 from fxremat.runtime import cpu_engine, cuda_engine
@@ -26,7 +27,6 @@ from fxremat.runtime.copies import (
     wait_device,
     wait_host,
 )
-from fxremat.runtime.copy_trace import copy_trace
 from tests import host_copies
 from tests.host_copies import CPU, DEVICES, LAYOUTS, TENTH, fetched, of, sent
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import fxremat
 from benchmarks import copying
-from fxremat.runtime.copy_trace import copy_trace
+from benchmarks.copying import copy_trace
 from tests import stepping
 from tests.accumulating import LOSSES, squares
 from tests.graphs import Net

@@ -5,7 +5,7 @@ Graphs that fxremat transforms call four operators, `to_host`, `wait_host`, `to_
 it. Weights that live in host memory are read through `fetch`, which gets their gradients by `put`
 (all in `copies`); `arrived` lets their optimizer step before the backward is over
 (`optimizer_steps`). Gradients on the device are added to ``grad`` by `accumulated`
-(`accumulation`). `copy_trace` records what was copied when.
+(`accumulation`).
 """
 
 from fxremat.runtime.accumulation import accumulated

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import torch
 
-from fxremat.runtime.copy_trace import Direction, Engine, Trace, Wait, active_traces, host_time
+from fxremat.runtime.copy_engine import Direction, Engine
 from fxremat.runtime.host_memory import mapped_like, size_of_extent
 
 
@@ -29,7 +29,6 @@ class _CpuTransfer(NamedTuple):
     """One copy; ``done`` knows when it has ended, and its error."""
 
     direction: Direction
-    nbytes: int
     done: Future[None]
 
     def wait(self) -> None:
@@ -39,17 +38,13 @@ class _CpuTransfer(NamedTuple):
             raise RuntimeError(f"a copy {self.direction} failed: {error!r}") from error
 
 
-def _copy(
-    direction: Direction, tensors: list[torch.Tensor], seconds: float, after: _CpuTransfer | None,
-    traces: tuple[Trace, ...],
-) -> None:  # fmt: skip
+def _copy(tensors: list[torch.Tensor], seconds: float, after: _CpuTransfer | None) -> None:
     """Copy a source to a target; for the thread of the direction, which lets go of both."""
     try:
         if after is not None:
             after.wait()
-        with host_time(direction, size_of_extent(tensors[0]), traces):
-            time.sleep(seconds)
-            _copy_memory(tensors)
+        time.sleep(seconds)
+        _copy_memory(tensors)
     finally:
         tensors.clear()  # an error keeps the frame
 
@@ -77,13 +72,11 @@ class CpuEngine(Engine[_CpuTransfer]):
         ctypes.memset(target.data_ptr(), ones, size_of_extent(target))
         nbytes, tensors = size_of_extent(source), [source, target]
         seconds, after = self.delay(direction, nbytes), self._copies.get(source.untyped_storage())
-        line, traces = self._lines[direction], active_traces()
-        done = line.submit(_copy, direction, tensors, seconds, after, traces)
-        return _CpuTransfer(direction, nbytes, done)
+        done = self._lines[direction].submit(_copy, tensors, seconds, after)
+        return _CpuTransfer(direction, done)
 
-    def _wait(self, what: Wait, transfer: _CpuTransfer, device: torch.device) -> None:
-        with host_time(what, transfer.nbytes, active_traces()):
-            transfer.wait()
+    def _wait(self, transfer: _CpuTransfer, device: torch.device) -> None:
+        transfer.wait()
 
 
 def _copy_memory(tensors: Sequence[torch.Tensor]) -> None:

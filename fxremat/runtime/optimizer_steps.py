@@ -45,8 +45,7 @@ from fxremat.compat.backward import (
     watch_backwards,
 )
 from fxremat.core.constants import STEPS_AHEAD
-from fxremat.runtime.copy_trace import Trace, active_traces, host_time
-from fxremat.runtime.host_memory import mapped_like, size_of_extent, storage_address
+from fxremat.runtime.host_memory import mapped_like, storage_address
 from fxremat.runtime.kernels import WAITS, register
 
 
@@ -58,11 +57,9 @@ class Step:
     gradient: torch.Tensor | None
     step: Callable[[], object]
     ready: Callable[[], object]
-    nbytes: int
     error: BaseException | None = None
     backward: int | None = field(default_factory=running_backward)
     threads: int = field(default_factory=torch.get_num_threads)
-    traces: tuple[Trace, ...] = field(default_factory=active_traces)
     ended: Event = field(default_factory=Event)
 
     def __post_init__(self) -> None:
@@ -74,7 +71,7 @@ class Step:
             self.ready()
             if torch.get_num_threads() != self.threads:  # a number that each thread has for itself
                 torch.set_num_threads(self.threads)
-            with host_time("step", self.nbytes, self.traces), torch.no_grad():
+            with torch.no_grad():
                 self.parameter.grad = self.gradient
                 self.step()
             self.gradient = None
@@ -108,7 +105,7 @@ class Stepped:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
         gradient.set_(mapped_like(taken, flags=flags))  # type: ignore[call-overload]
         self._stand_in = storage_address(gradient)
-        self.started = Step(self.parameter, taken, self._step, ready, size_of_extent(taken))
+        self.started = Step(self.parameter, taken, self._step, ready)
         _RUNNING[self.started.storage] = self.started
         _THREAD.submit(self.started.run)
         return self.started
