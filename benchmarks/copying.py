@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
-from time import perf_counter
+from functools import partial
 from typing import Any, Literal, NamedTuple
 from unittest import mock
 
@@ -14,7 +15,6 @@ import torch
 from fxremat.errors import InvalidOption
 from fxremat.runtime import cpu_engine, host_memory
 from fxremat.runtime.copy_engine import Direction, Engine, Wait
-from fxremat.runtime.cpu_engine import ENGINE
 from fxremat.runtime.cuda_engine import CudaEngine, _CudaLine
 from fxremat.runtime.host_memory import size_of_extent
 from fxremat.runtime.optimizer_steps import Step
@@ -72,9 +72,19 @@ def set_copy_speed(
         return latency_s + (nbytes / rate if rate else 0.0)
 
     undo = ExitStack()
-    undo.callback(setattr, ENGINE, "delay", ENGINE.delay)
-    ENGINE.delay = delay
+    undo.enter_context(mock.patch.object(cpu_engine, "_copy", partial(_copy_slowly, delay)))
     return undo
+
+
+COPY = cpu_engine._copy
+"""How the CPU copies if nobody slows it down."""
+
+
+def _copy_slowly(delay: Callable[[Direction, int], float], tensors: Any, after: Any) -> None:
+    if after is not None:
+        after.done.exception()
+    time.sleep(delay(*_described(tensors[0])))
+    COPY(tensors, after)
 
 
 # --- what ran when ------------------------------------------------------------------------
@@ -134,9 +144,9 @@ class _Trace:
     @contextmanager
     def on_host(self, what: Any, nbytes: int) -> Iterator[None]:
         """Record the time that the body takes on the host, unless it fails."""
-        start = perf_counter()
+        start = time.perf_counter()
         yield
-        self.records.append(CopyRecord(what, nbytes, start, perf_counter()))
+        self.records.append(CopyRecord(what, nbytes, start, time.perf_counter()))
 
     @contextmanager
     def on_stream(self, what: Any, nbytes: int, stream: Any) -> Iterator[None]:
@@ -145,7 +155,7 @@ class _Trace:
             cuda: Any = torch.cuda
             event = _timed_event(cuda.Stream(stream.device))
             event.synchronize()
-            self.anchors[stream.device] = event, perf_counter()
+            self.anchors[stream.device] = event, time.perf_counter()
         anchor, seconds = self.anchors[stream.device]
         start = _timed_event(stream)
         yield
@@ -158,12 +168,12 @@ class _Trace:
 
         self.late.append(record)
 
-    def copy_on_cpu(self, copy: Any, tensors: Any, seconds: float, after: Any) -> None:
+    def copy_on_cpu(self, copy: Any, tensors: Any, after: Any) -> None:
         """A copy, which comes after another one."""
         if after is not None:
             after.done.exception()
         with self.on_host(*_described(tensors[0])):
-            copy(tensors, seconds, after)
+            copy(tensors, after)
 
     def copy_on_cuda(self, copy: Any, line: Any, source: Any, target: Any) -> None:
         """A copy on its stream."""

@@ -182,7 +182,6 @@ def measure_copy_speed(device: torch.device | str) -> tuple[float, float]:
 
     Ever larger tensors are copied, to 16 MiB each, until that takes long enough to be measured.
     It holds at most 64 MiB of host memory, which count for the cap, and as much on the device.
-    On the CPU it measures the delay that is asked for, less what really copying costs.
     """
     nbytes, there, back = 2**14, 0.0, 0.0
     while nbytes < 2**24 and max(there, back) < 0.02:

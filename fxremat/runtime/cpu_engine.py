@@ -1,9 +1,8 @@
 """Copies for machines without a GPU: the CPU is the device, two threads are its copy engines.
 
 It is there to test with. The threads, one for each direction, do one copy at a time, in the order
-in which they were started. A copy takes as long as it is asked to (`CpuEngine.delay`), and its
-target is filled with ones of bits (NaN, -1, True) until it ends, so that a missing wait gives wrong
-numbers.
+in which they were started. The target of a copy is filled with ones of bits (NaN, -1, True) until
+it ends, so that a missing wait gives wrong numbers.
 
 Host memory is mapped pages, not memory of torch's CPU allocator: what torch allocates on the CPU
 counts as memory of the device, and a profiler sees it as such. The threads call no torch function,
@@ -14,8 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -38,12 +36,11 @@ class _CpuTransfer(NamedTuple):
             raise RuntimeError(f"a copy {self.direction} failed: {error!r}") from error
 
 
-def _copy(tensors: list[torch.Tensor], seconds: float, after: _CpuTransfer | None) -> None:
+def _copy(tensors: list[torch.Tensor], after: _CpuTransfer | None) -> None:
     """Copy a source to a target; for the thread of the direction, which lets go of both."""
     try:
         if after is not None:
             after.wait()
-        time.sleep(seconds)
         _copy_memory(tensors)
     finally:
         tensors.clear()  # an error keeps the frame
@@ -53,8 +50,6 @@ class CpuEngine(Engine[_CpuTransfer]):
     """Copies between "device" and host memory; waiting blocks the thread that calls."""
 
     def __init__(self) -> None:
-        self.delay: Callable[[Direction, int], float] = lambda direction, nbytes: 0.0
-        """Seconds that a copy takes, before the bytes are really copied."""
         self.after_fork()
 
     def after_fork(self) -> None:
@@ -70,10 +65,8 @@ class CpuEngine(Engine[_CpuTransfer]):
     ) -> _CpuTransfer:
         ones = 1 if target.dtype == torch.bool else 0xFF  # a bool has only one that may be set
         ctypes.memset(target.data_ptr(), ones, size_of_extent(target))
-        nbytes, tensors = size_of_extent(source), [source, target]
-        seconds, after = self.delay(direction, nbytes), self._copies.get(source.untyped_storage())
-        done = self._lines[direction].submit(_copy, tensors, seconds, after)
-        return _CpuTransfer(direction, done)
+        line, after = self._lines[direction], self._copies.get(source.untyped_storage())
+        return _CpuTransfer(direction, line.submit(_copy, [source, target], after))
 
     def _wait(self, transfer: _CpuTransfer, device: torch.device) -> None:
         transfer.wait()
