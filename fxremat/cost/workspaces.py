@@ -27,14 +27,7 @@ from fxremat.compat.measuring import random_state_kept
 from fxremat.compat.ranks import is_collective
 from fxremat.compat.sizes import size_bound
 from fxremat.compat.tensors import outside_fake_mode
-from fxremat.cost.call_times import (
-    WITHOUT_BATCH,
-    by_name,
-    call_key,
-    has_room,
-    made_call,
-    operands,
-)
+from fxremat.cost.call_times import WITHOUT_BATCH, by_name, call_key, has_room, made_call, operands
 from fxremat.cost.cuda_scratch import IN_FORM_OUT, known_blocks
 from fxremat.cost.number_file import NumberFile, number_path
 from fxremat.cost.roofline import scratch_of

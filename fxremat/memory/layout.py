@@ -36,13 +36,7 @@ from fxremat.memory.allocator_settings import (
     AllocatorSettings,
     round_up,
 )
-from fxremat.memory.composed_steps import (
-    composed,
-    loop_of,
-    seconds,
-    staying,
-    with_second_gradients,
-)
+from fxremat.memory.composed_steps import composed, loop_of, seconds, staying, with_second_gradients
 from fxremat.planner.addresses import PartialArena, place
 
 OWN_POOL, ARENA = 1, 2

@@ -20,19 +20,8 @@ from fxremat.runtime.chunks.buffers import (
     while_adding,
 )
 from fxremat.runtime.chunks.call import RowsCall, bytes_to_leave_out
-from fxremat.runtime.chunks.fused_kernels import (
-    CACHE_LINE_BYTES,
-    is_worth_fusing,
-    read,
-    written,
-)
-from fxremat.runtime.chunks.program import (
-    Instruction,
-    Kind,
-    Program,
-    operator_of,
-    with_values,
-)
+from fxremat.runtime.chunks.fused_kernels import CACHE_LINE_BYTES, is_worth_fusing, read, written
+from fxremat.runtime.chunks.program import Instruction, Kind, Program, operator_of, with_values
 from fxremat.runtime.kernels import Inside, LibraryCall, Measure, pieces
 
 
