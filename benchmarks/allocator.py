@@ -59,10 +59,10 @@ class Allocator(CachingAllocator):
                 is_split = block.before is not None or block.after is not None
                 if block.page is None and not is_split:
                     pool.remove(block)
-                    self._device.take(-block.nbytes)
+                    self.take(-block.nbytes)
             for block in _free_in(pool):
                 if block.page is not None:
-                    _unmap(self._device, pool, block, block.page)
+                    _unmap(self, pool, block, block.page)
 
 
 def apply_events(allocator: Allocator, events: Iterable[HeapEvent]) -> Iterator[None]:

@@ -111,20 +111,20 @@ class Pool:
 
 @dataclass(eq=False)
 class Device:
-    """Memory without end, of which so many bytes are ``taken``.
+    """Memory without end, of which so many bytes are ``reserved``, and were at most.
 
     Addresses grow and are never used twice, which cudaMalloc does not promise. They matter where
     two free blocks have the same size: the lower one is taken.
     """
 
-    taken: int = 0
-    most_taken: int = 0
+    reserved: int = 0
+    peak_reserved_bytes: int = 0
     _next_address: int = 1 << 40
 
     def take(self, nbytes: int) -> None:
         """So many bytes more; fewer if negative."""
-        self.taken += nbytes
-        self.most_taken = max(self.most_taken, self.taken)
+        self.reserved += nbytes
+        self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved)
 
     def addresses(self, nbytes: int, multiple: int = 2 * MIB) -> int:
         """The first of ``nbytes`` addresses that nothing else has; a multiple of the step."""
