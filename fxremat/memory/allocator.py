@@ -16,9 +16,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fxremat.core.events import Allocate, Event, Free
-from fxremat.memory.allocator_blocks import Block, Device, ExpandableSegments, Pool
+from fxremat.memory.allocator_blocks import Block, Device, Pool
 from fxremat.memory.allocator_settings import (
     LARGEST_SMALL_BYTES,
+    SMALL_SEGMENT_BYTES,
     AllocatorSettings,
     is_worth_splitting,
     round_request,
@@ -38,7 +39,6 @@ class CachingAllocator(Device):
         self.settings = settings or AllocatorSettings()
         self.allocated = self.peak_allocated_bytes = 0
         self._small, self._large = Pool(small=True), Pool(small=False)
-        self._expandable = ExpandableSegments(self, self.settings.large_segment)
         self._live: dict[int, tuple[Pool, Block]] = {}
 
     def allocate(self, nbytes: int, stream: int = 0) -> int:
@@ -82,7 +82,8 @@ class CachingAllocator(Device):
     def _new(self, pool: Pool, stream: int, rounded: int) -> Block:
         """A block in a new segment or in new pages, in no pool."""
         if self.settings.expandable_segments:
-            return self._expandable.allocate(pool, stream, rounded)
+            page = SMALL_SEGMENT_BYTES if pool.small else self.settings.large_segment
+            return self.allocate_pages(pool, stream, rounded, page)
         nbytes = segment_bytes_for(rounded, self.settings)
         self.take(nbytes)
         return Block(self.addresses(nbytes), nbytes, stream)
