@@ -24,11 +24,6 @@ from fxremat.core.events import Allocate, Backward, Event, Forward, Free, Outsid
 from fxremat.core.step import NOTHING_HELD, Order, is_number
 
 
-def without(events: Sequence[Event], names: Collection[str]) -> tuple[Event, ...]:
-    """The events but those of the blocks of these names."""
-    return tuple(event for event in events if event.name not in names)
-
-
 def staying(run: RunEvents) -> frozenset[str]:
     """The gradients of a run that live on under the next forward.
 
@@ -73,7 +68,7 @@ def _step_without(
     step: Sequence[Event], missing: Collection[str], stays: Collection[str] = ()
 ) -> list[Event]:
     """The events but those of what is ``missing``; in the end all is freed that does not stay."""
-    left, found = dict[str, None](), list(without(step, missing))
+    left, found = dict[str, None](), [event for event in step if event.name not in missing]
     for event in found:
         if isinstance(event, Allocate):
             left[event.name] = None
