@@ -20,8 +20,7 @@ class EmptyCache:
     """torch.cuda.empty_cache() is called."""
 
 
-LoopEvent = Event | EmptyCache
-"""What a recorded loop asks of the allocator."""
+HeapEvent = Event | EmptyCache
 
 
 class Allocator(CachingAllocator):
@@ -60,13 +59,13 @@ class Allocator(CachingAllocator):
                 is_split = block.before is not None or block.after is not None
                 if block.page is None and not is_split:
                     pool.remove(block)
-                    self._device.take(-block.nbytes)
+                    self.take(-block.nbytes)
             for block in _free_in(pool):
                 if block.page is not None:
-                    _unmap(self._device, pool, block, block.page)
+                    _unmap(self, pool, block, block.page)
 
 
-def apply_events(allocator: Allocator, events: Iterable[LoopEvent]) -> Iterator[None]:
+def apply_events(allocator: Allocator, events: Iterable[HeapEvent]) -> Iterator[None]:
     """Applies one event after the other, yielding after each."""
     address_of: dict[str, int] = {}
     for event in events:
@@ -80,7 +79,7 @@ def apply_events(allocator: Allocator, events: Iterable[LoopEvent]) -> Iterator[
         yield
 
 
-def most_requested(events: Iterable[LoopEvent]) -> int:
+def most_requested(events: Iterable[HeapEvent]) -> int:
     """The most bytes that these events have asked for and not freed at once."""
     live, asked, most = dict[str, int](), 0, 0
     for event in events:

@@ -15,7 +15,7 @@ from typing import Any
 from fxremat.core.events import Allocate, Free
 from fxremat.memory.allocator_settings import AllocatorSettings
 
-from .allocator import Allocator, EmptyCache, LoopEvent, apply_events
+from .allocator import Allocator, EmptyCache, HeapEvent, apply_events
 
 _RESERVED_SIGN = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
 _WITHOUT_EFFECT = ("free_requested", "oom", "snapshot", "user_defined", "workspace_snapshot")
@@ -30,7 +30,7 @@ class Recording:
     blocks lay in their segments is not known, so that a replay is exact only without them.
     """
 
-    events: tuple[LoopEvent, ...]
+    events: tuple[HeapEvent, ...]
     reserved_bytes: tuple[int, ...]
     preexisting: int
 
@@ -94,12 +94,12 @@ class _Reader:
     """Turns entries into events. A name is the address and how often it was allocated."""
 
     reserved: int
-    events: list[LoopEvent] = field(default_factory=list)
+    events: list[HeapEvent] = field(default_factory=list)
     history: list[int] = field(default_factory=list)
     uses: dict[int, int] = field(default_factory=dict)
     released: bool = False
 
-    def add(self, event: LoopEvent) -> None:
+    def add(self, event: HeapEvent) -> None:
         self.events.append(event)
         self.history.append(self.reserved)
 

@@ -14,14 +14,13 @@ from unittest import mock
 
 import torch
 
-from fxremat import runtime
 from fxremat.core.schedule import Kind
 from fxremat.core.timeline import replay
 from fxremat.memory.measured_peak import held_bytes, measure_peak
 from fxremat.report.report import Report
-from fxremat.runtime import CopyRecord
 
 from . import copying
+from .copying import CopyRecord, copy_trace
 from .offload_picture import Span, Streams
 from .training import Training
 
@@ -72,7 +71,7 @@ class Contestant:
         training = self.training
         training.model.zero_grad(set_to_none=True)
         training.synchronize()
-        with runtime.copy_trace() as records:
+        with copy_trace() as records:
             start = time.perf_counter()
             training.run()
             training.synchronize()

@@ -41,12 +41,11 @@ from fxremat.compile.request import device_of_inputs
 from fxremat.cost.device import absent_card
 from fxremat.cost.timing import forget_unsure
 from fxremat.errors import InfeasibleBudget, UnsupportedDevice, forget_frames
-from fxremat.memory.enforced import NOT_CAPPED, enforced, explained
+from fxremat.memory.enforced import explained
 from fxremat.memory.storages import storages_of
 from fxremat.options import disabled, parse_options
 from fxremat.report.report import peak_table
 from fxremat.runtime.grouped_products import trace_experts
-from fxremat.sizes import format_bytes
 from fxremat.step import scope as scopes
 from fxremat.step.context import (
     ModelContext,
@@ -276,9 +275,7 @@ def _under_cap(in_step: GraphInStep, call: Callable[..., Any]) -> Callable[..., 
         reports = [version.report for version in in_step.known.values()]
         return "\n".join(peak_table(report) for report in reports if report is not None)
 
-    if capped:
-        return enforced(call, device, limit, planned)
-    return explained(call, planned, NOT_CAPPED % format_bytes(limit))
+    return explained(call, device, limit, planned, capped=capped)
 
 
 def _reset() -> None:

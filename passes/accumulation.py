@@ -245,10 +245,9 @@ def insert_arrived(gradients: Sequence[Gradient], backward: Sequence[fx.Node]) -
     behind = backward[last[in_order[0]] + 1 :]
     read = (*(gradient.weight for gradient in in_order[1:]), *_inputs_read(behind, position))
     for gradient in reversed(in_order):  # the first of two at the same place comes first
-        is_first = gradient is in_order[0]
-        others = [node for node in dict.fromkeys(read) if is_first and node is not gradient.weight]
         result, weight, device = gradient
-        arguments = (result, weight, others, is_first, device)
+        others = [one for one in dict.fromkeys(read) if one is not weight]
+        arguments = (result, weight, others if gradient is in_order[0] else [], device)
         node = _insert_behind(backward[last[gradient]], runtime.arrived, arguments)
         node._rename(f"arrived_{result.name.removesuffix(MOVED)}{MOVED}")
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from benchmarks import copying
+from benchmarks.copying import CopyRecord
 from fxremat.runtime import host_memory
 from fxremat.runtime.copies import to_device, to_host, wait_device, wait_host
-from fxremat.runtime.copy_trace import CopyRecord
 
 CPU = torch.device("cpu")
 ON_GPU = [pytest.param("cuda", marks=pytest.mark.gpu)] if torch.cuda.is_available() else []

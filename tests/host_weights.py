@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fxremat
 from benchmarks import copying
-from fxremat.runtime import is_host
+from fxremat.runtime.host_memory import is_host
 
 CPU = torch.device("cpu")
 WORDS = 11

@@ -140,12 +140,6 @@ class Recorder:
         self.step.asked.append(self.asked[-1])
         return made
 
-    def has(self, tensor: torch.Tensor) -> bool:
-        return False
-
-    def free(self, tensor: torch.Tensor) -> bool:
-        return False
-
     def layout(self) -> HalfLayout:
         buffers, offsets = [one.buffer for one in self.asked], [one.offset for one in self.asked]
         kept = frozenset(k for k in self.outlive if offsets[k] is not None)

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import fxremat
-from fxremat import runtime
-from fxremat.runtime import CopyRecord
+from benchmarks.copying import CopyRecord, copy_trace
 from tests.host_weights import equal, moved
 from tests.small import Layers, seeded
 
@@ -89,7 +88,7 @@ def same_training(
     expected = trained(plain, plain_loss_of or loss_of, optimizer)
     ours = make()
     fxremat.step_in_backward(moved(ours[0], **weights), make_optimizer)
-    with runtime.copy_trace() as records:
+    with copy_trace() as records:
         found = trained(ours, loss_of, None)
     assert equal(found, expected)
     return [record for record in records if record.what == "step"]

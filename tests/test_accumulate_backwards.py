@@ -285,15 +285,15 @@ def test_an_error_inside_of_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x, call = opted_in()
     call(x).backward()
     single = gradients(model)
-    begin, count = accumulation._begin, [0]
+    reason_against, count = accumulation._reason_against, [0]
 
-    def failing() -> None:
+    def failing(*args: Any) -> str | None:
         count[0] += 1
         if count[0] == 4:
             raise Refused("half way")
-        begin()
+        return reason_against(*args)
 
-    monkeypatch.setattr(accumulation, "_begin", failing)
+    monkeypatch.setattr(accumulation, "_reason_against", failing)
     with pytest.raises(Refused, match="half way"):
         call(x).backward()
     both = zip(gradients(model), single, strict=True)

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.allocator import Allocator, EmptyCache, LoopEvent, apply_events, most_requested
+from benchmarks.allocator import Allocator, EmptyCache, HeapEvent, apply_events, most_requested
 from benchmarks.allocator_snapshot import compare, from_snapshot
 from fxremat.core.events import Allocate, Event, Free
 from fxremat.memory.allocator import replay
@@ -34,7 +34,7 @@ def taken(name: str, mib: float, stream: int = 0) -> Allocate:
     return Allocate(name, int(mib * MIB), stream)
 
 
-def after(text: str, events: Iterable[LoopEvent]) -> Allocator:
+def after(text: str, events: Iterable[HeapEvent]) -> Allocator:
     """An allocator with the settings of ``text`` on a device without end, after these events."""
     made = Allocator(parse_settings(text))
     for _ in apply_events(made, events):
@@ -45,7 +45,7 @@ def after(text: str, events: Iterable[LoopEvent]) -> Allocator:
 A, B, C, D = "abcd"
 PAGES = "expandable_segments:True"
 HOLE_OF_3 = (taken(A, 3), taken(B, 17), Free(A))
-RULES: dict[str, tuple[str, tuple[LoopEvent, ...], float, float]] = {
+RULES: dict[str, tuple[str, tuple[HeapEvent, ...], float, float]] = {
     # name: settings, events, MiB reserved and MiB allocated in the end
     "nothing": ("", (), 0, 0),
     "a request of no bytes": ("", (taken(A, 0), Free(A)), 0, 0),

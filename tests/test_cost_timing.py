@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -102,7 +103,8 @@ def test_where_the_clock_is_not_known_times_are_left_as_they_are(
 def lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The lock file of a GPU that need not be here."""
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
-    monkeypatch.setattr(timing, "_name_of", lambda device: "a-gpu")
+    gpu = SimpleNamespace(uuid="a-gpu")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     return tmp_path / "fxremat-timing-a-gpu.lock"
 
 

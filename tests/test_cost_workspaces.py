@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -242,7 +243,7 @@ def test_there_is_room_for_each_result(
     inputs: int, results: int, itemsize: int, along: bool, contiguous: bool, count: int
 ) -> None:
     """At least two blocks share each result, where any do; and never more than have values."""
-    card = cuda_scratch.Multiprocessors(count, 2048)
+    card = replace(cuda_scratch.HOPPER, multi_processor_count=count)
     blocks = cuda_scratch.scratch_of_reduction(
         inputs, results, itemsize, along=along, contiguous=contiguous, card=card
     )

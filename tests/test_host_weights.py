@@ -22,8 +22,8 @@ from benchmarks import copying
 from fxremat import runtime
 from fxremat.errors import HostMemoryExceeded, InvalidOption
 from fxremat.memory.measured_peak import held_bytes, measure_peak
-from fxremat.runtime import is_host
 from fxremat.runtime.copies import fetch, host_copy, put
+from fxremat.runtime.host_memory import is_host
 from fxremat.training import host_weights
 from tests.graphs import calls, results_of
 from tests.host_weights import (

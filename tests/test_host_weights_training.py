@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import fxremat
-from fxremat.runtime import is_host
+from fxremat.runtime.host_memory import is_host
 from fxremat.training import host_weights
 from tests.host_weights import (
     CPU,

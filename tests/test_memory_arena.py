@@ -18,10 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import fxremat
 from tests.graphs import Net
 from tests.placing import OPTIONS, Small, Trial, dry_runs, trial
-from tests.small import Convolutions, Layers, Stack
+from tests.small import Convolutions, Stack
 
 Loop = Callable[[], Any]
 WAYS = ("as ever", "placed", "poisoned")
@@ -339,31 +338,6 @@ def test_one_graph_for_many_sizes() -> None:
         in_all_ways(small, lambda: loop(sizes), found)
         assert found.arena.differences == 0
         assert small.lies_in(found.arena) == len(small.weights)
-
-
-def test_gradients_that_are_added_inside_of_the_backward() -> None:
-    """Their memory is given away as soon as they are added, while the graph still holds them."""
-    small = Small(lambda: Layers(3, 32), 4, 32)
-    added = fxremat.accumulate_in_backward(small.model)
-
-    def step() -> Any:
-        small.model.zero_grad(set_to_none=False)
-        for k in range(3):
-            small.call(small.x * (k + 1)).backward()
-        return [one.clone() for one in small.gradients()]
-
-    with dry_runs() as runs:
-        step()
-    step()
-    with trial() as found:
-        found.record(lambda: small.call(small.x).backward(), small.model)
-        found.plan(runs)
-        with found.running("as ever"):
-            expected = step()
-        for found.arena.poison in (False, True):
-            assert all(map(torch.equal, expected, step()))
-        assert found.arena.conflicts == 0
-    added.remove()
 
 
 def test_blocks_one_by_one_and_two_models(stack: Small) -> None:

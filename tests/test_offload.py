@@ -26,7 +26,7 @@ from fxremat.options import parse_options
 from fxremat.passes.memory_estimation import TANGENTS
 from fxremat.passes.offload import MOVED
 from fxremat.planner.moves.transfers import Fetch, Item, place
-from fxremat.runtime import host_copy
+from fxremat.runtime.copies import host_copy
 from fxremat.verify.data_flow import check_data_flow, check_waits
 from tests import end_to_end, nets
 from tests.examples import examples

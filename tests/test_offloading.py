@@ -13,7 +13,7 @@ from torch import nn
 
 import fxremat
 from benchmarks import copying
-from fxremat import runtime
+from fxremat.runtime.host_memory import is_host
 from tests.end_to_end import measured
 from tests.small import Layers, Tied, seeded
 
@@ -52,7 +52,7 @@ def train(model: nn.Module, call: Callable[..., Any], x: torch.Tensor, steps: in
 
 
 def on_host(model: nn.Module) -> list[str]:
-    return [name for name, p in model.named_parameters() if runtime.is_host(p)]
+    return [name for name, p in model.named_parameters() if is_host(p)]
 
 
 def test_a_model_four_times_the_budget_trains_as_in_eager() -> None:
@@ -139,6 +139,6 @@ def test_gradients_of_a_tied_weight_are_added_before_they_leave() -> None:
     torch.compile(model, backend="fxremat", options=OPTIONS)(index).backward()
     found, expected = ([p.grad for p in one.parameters()] for one in (model, plain))
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
-    assert all(one is not None and runtime.is_host(one) for one in found)
+    assert all(one is not None and is_host(one) for one in found)
     left = {move.value for move in fxremat.reports()[-1].plan.moves if move.kind == "to host"}
     assert len(left) == 3

@@ -18,7 +18,7 @@ from fxremat.core.events import Allocate, Event, Free, Given, RunEvents
 from fxremat.core.layout import CodeBuffer, OwnPools
 from fxremat.memory import enforced as own
 from fxremat.memory.allocator_settings import AllocatorSettings
-from fxremat.memory.enforced import NOT_CAPPED, enforced, explained, hold_cap
+from fxremat.memory.enforced import explained, hold_cap
 from fxremat.memory.reserved_bytes import CommonPool, keep_too_much, reserved, reserved_by_run
 from fxremat.sizes import GIB, MIB
 from tests.small import Stack, seeded
@@ -166,8 +166,7 @@ def call(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("capped", [True, False])
 def test_an_error_of_the_forward_says_what_is_planned(capped: bool, fractions: list[float]) -> None:
-    plain = explained(call, told, NOT_CAPPED % "40.00 GiB")
-    run = enforced(call, GPU, 40 * GIB, told) if capped else plain
+    run = explained(call, GPU, 40 * GIB, told, capped=capped)
     with pytest.raises(torch.OutOfMemoryError) as caught:
         run(torch.ones(2))
     message = str(caught.value)
@@ -201,7 +200,7 @@ def test_an_error_of_the_backward_says_it_too(fractions: list[float]) -> None:
     compiled: Callable[[Tensor], Tensor] = torch.compile(
         lambda x: twice(x).sin(), backend="aot_eager"
     )
-    run = enforced(compiled, GPU, 40 * GIB, told)
+    run = explained(compiled, GPU, 40 * GIB, told, capped=True)
     x = torch.ones(2, requires_grad=True)
     run(x).backward(torch.zeros(2))
     with pytest.raises(torch.OutOfMemoryError, match="graph 0: plenty"):
@@ -212,7 +211,7 @@ def test_an_error_of_the_backward_says_it_too(fractions: list[float]) -> None:
 
 
 def test_errors_of_other_backwards_stay_as_they_are(fractions: list[float]) -> None:
-    enforced(torch.sin, GPU, 40 * GIB, told)
+    explained(torch.sin, GPU, 40 * GIB, told, capped=True)
     x = torch.ones(2, requires_grad=True)
     with pytest.raises(torch.OutOfMemoryError, match=r"^CUDA out of memory\.$"):
         twice(x).sum().backward()
@@ -239,14 +238,13 @@ def test_a_graph_runs_under_a_cap_if_that_is_asked_for(
     [(call, run)] = found
     assert run is not call
     assert fractions == [0.75, 0.1]
-    planned = next(
-        cell.cell_contents.planned()
-        for cell in run.__closure__
-        if isinstance(cell.cell_contents, own._Running)
-    )
-    report = fxremat.reports()[-1]
-    assert planned.startswith(f"graph {report.graph}: ")
-    assert report.at_peak[0].what in planned
+    cells = (cell.cell_contents for cell in run.__closure__)
+    explain = next(each for each in cells if getattr(each, "__name__", "") == "explain")
+    error, report = torch.OutOfMemoryError("CUDA out of memory."), fxremat.reports()[-1]
+    explain(error)
+    assert f"because of enforce=True. graph {report.graph}: " in str(error)
+    assert report.at_peak[0].what in str(error)
+    del cells, explain
     torch._dynamo.reset()
     found.clear()
     del call, run

@@ -16,11 +16,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from benchmarks import copying
-from fxremat import runtime
+from benchmarks.copying import copy_trace
 from fxremat.compat.configuration import inductor_config
 from fxremat.errors import InvalidOption
 from fxremat.runtime import cpu_engine, cuda_engine
-from fxremat.runtime.copies import to_device, to_host, wait_device, wait_host
+from fxremat.runtime.copies import (
+    measure_copy_speed,
+    to_device,
+    to_host,
+    wait_device,
+    wait_host,
+)
 from tests import host_copies
 from tests.host_copies import CPU, DEVICES, LAYOUTS, TENTH, fetched, of, sent
 
@@ -34,7 +40,7 @@ SLOW = (1000 * KB_PER_S, 1000 * KB_PER_S)
 
 
 def test_waiting_takes_bytes_over_speed() -> None:
-    with copying.set_copy_speed(*SLOW, latency_s=0.05), runtime.copy_trace() as records:
+    with copying.set_copy_speed(*SLOW, latency_s=0.05), copy_trace() as records:
         fetched(sent(TENTH))
     steps = ["to_host", "wait_host", "to_device", "wait_device"]
     assert [(record.what, record.nbytes) for record in records] == [(s, 100_000) for s in steps]
@@ -45,7 +51,7 @@ def test_waiting_takes_bytes_over_speed() -> None:
 
 def test_one_copy_at_a_time_in_each_direction_and_both_directions_at_once() -> None:
     there = sent(TENTH)
-    with copying.set_copy_speed(*SLOW), runtime.copy_trace() as records:
+    with copying.set_copy_speed(*SLOW), copy_trace() as records:
         hosts = [to_host(TENTH) for _ in range(2)]
         backs = [to_device(there, CPU) for _ in range(2)]
         for host, back in zip(hosts, backs, strict=True):
@@ -61,7 +67,7 @@ def test_one_copy_at_a_time_in_each_direction_and_both_directions_at_once() -> N
 
 def test_computation_goes_on_meanwhile() -> None:
     start = time.perf_counter()
-    with copying.set_copy_speed(latency_s=0.5), runtime.copy_trace() as records:
+    with copying.set_copy_speed(latency_s=0.5), copy_trace() as records:
         host = to_host(TENTH)
         time.sleep(0.5)
         wait_host(host, TENTH)
@@ -71,15 +77,19 @@ def test_computation_goes_on_meanwhile() -> None:
 
 
 def test_speed_set_for_good_and_for_a_while() -> None:
+    def delay(direction: str, nbytes: int) -> float:
+        slow: Any = cpu_engine._copy
+        return float(slow.args[0](direction, nbytes))
+
     try:
         copying.set_copy_speed(latency_s=0.01)
         with copying.set_copy_speed(1.0, 2.0, latency_s=3.0):
-            assert cpu_engine.ENGINE.delay("to_host", 4) == 7.0
-            assert cpu_engine.ENGINE.delay("to_device", 4) == 5.0
-        assert cpu_engine.ENGINE.delay("to_host", 4) == 0.01
+            assert delay("to_host", 4) == 7.0
+            assert delay("to_device", 4) == 5.0
+        assert delay("to_host", 4) == 0.01
     finally:
         copying.set_copy_speed()
-    assert cpu_engine.ENGINE.delay("to_host", 10**12) == 0.0
+    assert delay("to_host", 10**12) == 0.0
 
 
 @pytest.mark.parametrize("speed", [(0.0, None), (None, -1.0), (float("nan"), None)])
@@ -93,7 +103,7 @@ def test_speeds_that_cannot_be(speed: tuple[float | None, float | None]) -> None
 @pytest.mark.parametrize("device", DEVICES)
 def test_measured_speed(device: str) -> None:
     with copying.set_copy_speed(1e6, 4e6):
-        to_host_speed, to_device_speed = runtime.measure_copy_speed(device)
+        to_host_speed, to_device_speed = measure_copy_speed(device)
     if device == "cpu":
         assert 0.5e6 < to_host_speed <= 1e6
         assert 2e6 < to_device_speed <= 4e6
@@ -213,7 +223,7 @@ def test_in_one_graph(run: Run) -> None:
     """Copies run beside the computation, in the order of the graph."""
     a, w = inputs()
     module = graph_of(one_graph, a, w)
-    with copying.set_copy_speed(latency_s=0.02), runtime.copy_trace() as records:
+    with copying.set_copy_speed(latency_s=0.02), copy_trace() as records:
         (result,) = run(module, a, w)
     torch.testing.assert_close(result, expected(a, w))
     there, back = of(records, "to_host")[0], of(records, "to_device")[0]
@@ -343,7 +353,7 @@ def test_cuda_holds_what_nobody_waited_for_until_it_is_copied(log: list[Any]) ->
 def test_cuda_records_times_of_the_device(log: list[Any]) -> None:
     engine = cuda_engine.CudaEngine()
     before = time.perf_counter()
-    with runtime.copy_trace() as records:
+    with copy_trace() as records:
         host = engine.start_to_host(torch.zeros(3))
         engine.wait("wait_host", host, CPU)
         assert not records
@@ -358,7 +368,7 @@ def test_cuda_copies_beside_the_computation() -> None:
     x = torch.randn(4096, 4096, device="cuda")
     fetched(sent(x), "cuda")
     torch.mm(x, x)
-    with runtime.copy_trace() as records:
+    with copy_trace() as records:
         host = to_host(x)
         for _ in range(20):
             torch.mm(x, x)

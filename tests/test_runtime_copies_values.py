@@ -16,7 +16,7 @@ from fxremat.errors import HostMemoryExceeded
 from fxremat.memory.measured_peak import measure_peak
 from fxremat.runtime import cpu_engine
 from fxremat.runtime.copies import to_device, to_host, wait_device, wait_host
-from fxremat.runtime.host_memory import HostBytes, size_of_extent
+from fxremat.runtime.host_memory import size_of_extent
 from tests import host_copies
 from tests.host_copies import CPU, DEVICES, LAYOUTS, TENTH, fetched, sent
 
@@ -146,14 +146,14 @@ def test_what_was_copied_is_freed_after_the_wait(device: str) -> None:
 def test_account_of_host_memory() -> None:
     first = sent(torch.zeros(100))
     second = sent(torch.zeros(50, dtype=torch.bfloat16))
-    assert copying.host_bytes() == HostBytes(500, 500)
+    assert copying.host_bytes() == copying.HostBytes(500, 500)
     view = first[3:]
     del first
     assert copying.host_bytes().now_bytes == 500
     del view
-    assert copying.host_bytes() == HostBytes(100, 500)
+    assert copying.host_bytes() == copying.HostBytes(100, 500)
     copying.reset_host_peak()
-    assert copying.host_bytes() == HostBytes(100, 100)
+    assert copying.host_bytes() == copying.HostBytes(100, 100)
     del second
 
 
@@ -184,7 +184,7 @@ def test_a_backward_that_runs_and_one_that_does_not() -> None:
     y = offload(x)
     assert copying.host_bytes().now_bytes == 400
     del y
-    assert copying.host_bytes() == HostBytes(0, 400)
+    assert copying.host_bytes() == copying.HostBytes(0, 400)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -198,7 +198,7 @@ def test_cap(device: str) -> None:
         assert error.value.cap_bytes == 1000
         held.pop()
         held.append(sent(x))
-        assert copying.host_bytes() == HostBytes(800, 800)
+        assert copying.host_bytes() == copying.HostBytes(800, 800)
     held.append(sent(x))
 
 

@@ -17,7 +17,6 @@ from fxremat.runtime.placed import (
     backward_at_places,
     empty_strided_cpu,
     empty_strided_cuda,
-    free,
     set_places_of_backward,
 )
 from tests.placing import PoisonedArena, run_at
@@ -225,26 +224,6 @@ def test_bytes_are_looked_at_below_a_place_that_others_hold() -> None:
     found = run_at(run.forward, code)
     assert where(run, *kept, *found) == [0, None, None, None]
     assert torch.equal(kept[0], torch.ones(256))
-
-
-def test_what_is_freed_is_given_away_whoever_holds_it() -> None:
-    """In each run again; elsewhere the storage has no bytes any more."""
-    run, kept = placed(half(0, 0, None)), list[torch.Tensor]()
-
-    def code() -> list[torch.Tensor]:
-        first, other = ask(), torch.ones(256)
-        free(first)
-        free(other)
-        return [first, ask().fill_(1), other]
-
-    for _ in range(4):
-        first, second, other = run_at(run.forward, code)
-        assert where(run, first, second) == [0, 0]
-        assert torch.equal(second, torch.ones(256))
-        assert other.untyped_storage().nbytes() == 0
-        kept.append(first)
-        del second
-    assert run.forward.arena.conflicts == 0
 
 
 def test_dead_memory_is_poisoned() -> None:

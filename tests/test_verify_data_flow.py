@@ -281,7 +281,7 @@ CPU = torch.device("cpu")
     [
         (runtime.accumulated, ([],), False, "gradient"),
         (runtime.accumulated, ([],), True, "gradient"),
-        (runtime.arrived, ([], True, CPU), False, "weight"),
+        (runtime.arrived, ([], CPU), False, "weight"),
     ],
     ids=["added", "added by a view", "arrived"],
 )

@@ -28,7 +28,7 @@ from fxremat.compile.dry_run.meter import CodeMeter
 from fxremat.compile.partitioner import draft_of, plan_graph
 from fxremat.compile.request import request_for
 from fxremat.core.events import Given, RunEvents
-from fxremat.cost.cuda_scratch import CudaScratch, Multiprocessors
+from fxremat.cost.cuda_scratch import CudaScratch
 from fxremat.cost.device import absent_card
 from fxremat.memory.measured_peak import uncollected
 from fxremat.options import parse_options
@@ -44,7 +44,7 @@ def scratch_of_card() -> CudaScratch:
     """What library calls take while they run on the card that is planned for."""
     card = absent_card()
     assert card is not None, "loops are judged for a card that is not here"
-    return CudaScratch(True, Multiprocessors(card.multiprocessors, card.limits.threads))
+    return CudaScratch(True, card.properties())
 
 
 @dataclass(frozen=True)

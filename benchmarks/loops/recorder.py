@@ -19,8 +19,7 @@ from fxremat.compat.absent.pretending import CUDA
 from fxremat.compat.tensors import is_fake, storage_watch
 from fxremat.core.events import Allocate, Free
 
-from ..allocator import EmptyCache, LoopEvent
-
+from ..allocator import EmptyCache, HeapEvent
 from .without_device import without_device
 
 Place = Literal["common", "graphs", "arena"]
@@ -37,7 +36,7 @@ ARENA = "arena"
 class Happening:
     """Something that is asked of the allocator: where, in which step, and what runs then."""
 
-    event: LoopEvent
+    event: HeapEvent
     place: Place
     step: int
     moment: Moment
@@ -206,7 +205,7 @@ class LoopRecorder:
             self.workspaces.add(thread)
             self.allocate(self.libraries.workspace, "libraries")
 
-    def _note(self, event: LoopEvent, place: Place) -> None:
+    def _note(self, event: HeapEvent, place: Place) -> None:
         self.happenings.append(Happening(event, place, self.step, self.moment))
 
     def _empty_cache(self) -> None:

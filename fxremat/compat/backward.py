@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial, wraps
 from threading import Lock, local
@@ -26,34 +26,6 @@ def running_backward() -> int | None:
     """The number of the backward that autograd runs in this thread, None outside of one."""
     number = torch._C._current_graph_task_id()
     return None if number == -1 else number
-
-
-def leaves_of_one_node() -> list[torch.Tensor]:
-    """The leaves to which exactly one edge leads in the backward that is running.
-
-    Those of all its nodes, also of those that will not run. It is known where the node that runs
-    is the first of the backward; elsewhere the list is empty.
-    """
-    # torch gives the nodes where autograd has one thread: then nothing changes what it looks at.
-    # On a machine without an accelerator there is only one thread.
-    single = not torch.accelerator.is_available()
-    with torch.autograd.set_multithreading_enabled(False) if single else nullcontext():
-        try:
-            nodes: Any = torch._C._current_graph_task_execution_order()  # type: ignore[attr-defined]
-        except RuntimeError:  # a node has run already
-            return []
-    return _leaves_of_one_edge(nodes)
-
-
-def _leaves_of_one_edge(nodes: Sequence[Any]) -> list[torch.Tensor]:
-    edges = [edge for node in nodes for edge in _following(node)]
-    counts = Counter(map(id, edges))
-    return [edge.variable for edge in edges if counts[id(edge)] == 1 and _is_leaf(edge)]
-
-
-def leaves_of_this_node() -> list[torch.Tensor]:
-    """The leaves that get a gradient from the node which autograd runs now, into ``grad``."""
-    return [edge.variable for edge in accumulators_of(running_node())]
 
 
 def running_node() -> Any:
@@ -186,7 +158,37 @@ def leaves_of_one_edge() -> list[torch.Tensor]:
     if len(started) != 1 or not started[0].only_adds:
         return []
     nodes = _reachable([getattr(t, "node", None) or t.grad_fn for t in started[0].outputs])
-    return _leaves_of_one_edge(nodes) if running_node() in nodes else []
+    if running_node() not in nodes:
+        return []
+    edges = [edge for node in nodes for edge in _following(node)]
+    counts = Counter(map(id, edges))
+    return [edge.variable for edge in edges if counts[id(edge)] == 1 and _is_leaf(edge)]
+
+
+class GraphInBackward(local):
+    """The graph that runs in the backward of a thread, as it was when somebody looked last."""
+
+    def __init__(self) -> None:
+        self.seen: tuple[object, ...] = ()
+        self.backward: int | None = None
+        self.of_one_edge: frozenset[int] = frozenset()
+        """The ids of `leaves_of_one_edge`."""
+
+    def is_another(self) -> bool:
+        """Look: whether another graph runs than before, or the same one in another backward."""
+        backward, node = running_backward(), running_node()
+        seen = backward, id(node), None if node is None else node._sequence_nr()
+        if seen == self.seen:
+            return False
+        if backward != self.backward:
+            self.of_one_edge = frozenset(map(id, leaves_of_one_edge()))
+        self.seen, self.backward = seen, backward
+        return True
+
+
+def runs_in_one_thread() -> bool:
+    """Whether autograd runs all of a backward in the thread that began it."""
+    return not torch.accelerator.is_available() or not torch.autograd.is_multithreading_enabled()
 
 
 def _reachable(roots: Sequence[Any]) -> list[Any]:

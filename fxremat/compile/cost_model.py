@@ -14,7 +14,7 @@ from fxremat.compile.request import Request, device_of_inputs
 from fxremat.core.problem import Problem
 from fxremat.core.variants import run_once
 from fxremat.cost.call_times import CallTimes
-from fxremat.cost.cuda_scratch import CudaScratch, Multiprocessors
+from fxremat.cost.cuda_scratch import CudaScratch
 from fxremat.cost.device import DeviceSpec, card_named, device_spec
 from fxremat.cost.number_file import written_together
 from fxremat.cost.op_timers import Measured, Roofline, measured_rates
@@ -136,8 +136,7 @@ def cost_model(
     spec = spec if card is None else card.spec
     timer = op_timer(request, device, spec, images_last=images_last)
     if card is not None:
-        threads = Multiprocessors(card.multiprocessors, card.limits.threads)
-        scratch = CudaScratch(request.compiled, threads)
+        scratch = CudaScratch(request.compiled, card.properties())
         return CostModel(request, device, timer, scratch, name, scratch.of_node)
     workspaces = Workspaces(device, images_last=images_last, by_inductor=request.compiled)
     workspace = workspaces.of_node if measured else kernels.declared

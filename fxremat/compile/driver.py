@@ -34,7 +34,7 @@ from fxremat.cost.device import absent_card
 from fxremat.options import Options
 from fxremat.passes.fixed_order import Fence, WriteResults
 from fxremat.report.files import prepare_folder, tell_report, write_report
-from fxremat.runtime import is_host
+from fxremat.runtime.host_memory import is_host
 from fxremat.version import build
 
 log = logging.getLogger(__name__)

@@ -30,7 +30,8 @@ from fxremat.memory.reserved_bytes import CommonPool
 from fxremat.option_values import machine_memory_bytes
 from fxremat.options import Options
 from fxremat.passes.memory_estimation import nbytes
-from fxremat.runtime import accumulation, measure_copy_speed
+from fxremat.runtime import accumulation
+from fxremat.runtime.copies import measure_copy_speed
 from fxremat.runtime.host_memory import is_on
 
 log = logging.getLogger(__name__)

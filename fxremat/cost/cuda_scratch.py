@@ -34,9 +34,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxremat.compat.absent.pretending import Properties
 from fxremat.compat.sizes import size_bound
 from fxremat.compat.tensors import outside_fake_mode
 from fxremat.core.constants import GPU_PIECE_ELEMENTS
+from fxremat.cost.device import card_named
 from fxremat.memory.allocator_settings import round_up
 from fxremat.runtime import kernels, quantised
 
@@ -64,17 +66,6 @@ def _ceildiv(size: int, by: int) -> int:
     return -(-size // by)
 
 
-@dataclass(frozen=True)
-class Multiprocessors:
-    """Of a card: how many there are, and the threads that each has room for."""
-
-    count: int
-    threads: int
-
-
-HOPPER = Multiprocessors(132, 2048)
-
-
 def _power_of_two(size: int) -> int:
     """The largest that is no larger."""
     return 1 << (max(size, 1).bit_length() - 1)
@@ -86,13 +77,14 @@ def scratch_of_reduction(
     itemsize: int,
     *,
     along: bool,
-    card: Multiprocessors,
+    card: Any,
     contiguous: bool = True,
 ) -> tuple[int, ...]:
     """Bytes of partial results and of counters; nothing where each result has one block.
 
     ``inputs`` are the elements of one result, ``itemsize`` is of what they are added up in.
-    ``along`` the fastest dimension is what is reduced.
+    ``along`` the fastest dimension is what is reduced. The ``card`` is known by its properties, as
+    torch gives them.
     """
     if not inputs or not results:
         return ()
@@ -112,7 +104,8 @@ def scratch_of_reduction(
         return ()
     values = _ceildiv(inputs, by_inputs * height)  # that one thread adds up
     groups = _ceildiv(results // wide, by_results)  # of blocks, which share no result
-    at_once = card.count * (card.threads // (width * height))
+    threads = card.max_threads_per_multi_processor
+    at_once = card.multi_processor_count * (threads // (width * height))
     if values < MOST_VALUES or groups > at_once:
         return ()
     fewest = _ceildiv(values, MOST_VALUES)
@@ -124,7 +117,7 @@ def scratch_of_reduction(
 
 
 def blocks_of_reduction(
-    card: Multiprocessors, x: Any, dims: Sequence[int] | None = None, *_: Any, **__: Any
+    card: Any, x: Any, dims: Sequence[int] | None = None, *_: Any, **__: Any
 ) -> tuple[int, ...]:
     """The same for a call of one of `REDUCTIONS`; ``x`` may be fake.
 
@@ -180,10 +173,6 @@ def _cudnn_backward(gradient: Any, query: Any, key: Any, *_: Any, **__: Any) -> 
     return (sums + sum(_expanded(query, key)) + _CUDNN_ALIGNMENT,)
 
 
-def _cudnn_forward(*_: Any, **__: Any) -> Blocks:
-    return (_CUDNN_ALIGNMENT,)
-
-
 def _efficient_backward(gradient: Any, query: Any, *_: Any, **__: Any) -> Blocks:
     batch, heads, rows, width = map(size_bound, query.shape)
     sums = batch * heads * rows * _FLOAT
@@ -215,7 +204,7 @@ def _in_pieces(x: Any, *_: Any, **__: Any) -> Blocks:
 
 FORMULAS: Mapping[Any, Callable[..., Blocks]] = {
     _ATEN._scaled_dot_product_flash_attention_backward.default: _flash_backward,
-    _ATEN._scaled_dot_product_cudnn_attention.default: _cudnn_forward,
+    _ATEN._scaled_dot_product_cudnn_attention.default: lambda *_, **__: (_CUDNN_ALIGNMENT,),
     _ATEN._scaled_dot_product_cudnn_attention_backward.default: _cudnn_backward,
     _ATEN._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
     _ATEN.index_put.default: _index_put,
@@ -229,7 +218,7 @@ FORMULAS: Mapping[Any, Callable[..., Blocks]] = {
 """Scratch memory by operator, of its arguments; tensors may be fake."""
 
 
-def known_blocks(target: Any, args: Any, kwargs: Any, card: Multiprocessors) -> Blocks | None:
+def known_blocks(target: Any, args: Any, kwargs: Any, card: Any) -> Blocks | None:
     """What a library call takes, where that follows from its arguments and the card."""
     if IN_FORM_OUT.get(target, target) in REDUCTIONS:
         return blocks_of_reduction(card, *args, **kwargs)
@@ -237,12 +226,15 @@ def known_blocks(target: Any, args: Any, kwargs: Any, card: Multiprocessors) -> 
     return None if formula is None else formula(*args, **kwargs)
 
 
+HOPPER = card_named("H200").properties()
+
+
 @dataclass(frozen=True)
 class CudaScratch:
     """Answers as `fxremat.cost.workspaces.Workspaces` does, without running anything."""
 
     by_inductor: bool = False
-    card: Multiprocessors = HOPPER
+    card: Properties = HOPPER
 
     def of_node(self, node: fx.Node) -> int:
         if node.target not in FORMULAS:  # reductions of the graph are loops of Inductor's

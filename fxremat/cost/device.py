@@ -64,29 +64,18 @@ BLOCK_SHARED_BYTES = 49152
 """Of shared memory, what a CUDA block has without asking for more, on all of them."""
 
 
-@dataclass(frozen=True)
-class Limits:
-    """What one multiprocessor of a compute capability has; shared memory in bytes.
-
-    ``block_shared`` is the most that one block may ask for.
-    """
-
-    threads: int
-    shared: int
-    block_shared: int
-
-
-LIMITS: Mapping[tuple[int, int], Limits] = {
-    (7, 0): Limits(2048, 98304, 98304),
-    (7, 5): Limits(1024, 65536, 65536),
-    (8, 0): Limits(2048, 167936, 166912),
-    (8, 6): Limits(1536, 102400, 101376),
-    (8, 9): Limits(1536, 102400, 101376),
-    (9, 0): Limits(2048, 233472, 232448),
-    (10, 0): Limits(2048, 233472, 232448),
-    (12, 0): Limits(1536, 102400, 101376),
+LIMITS: Mapping[tuple[int, int], tuple[int, int, int]] = {
+    (7, 0): (2048, 98304, 98304),
+    (7, 5): (1024, 65536, 65536),
+    (8, 0): (2048, 167936, 166912),
+    (8, 6): (1536, 102400, 101376),
+    (8, 9): (1536, 102400, 101376),
+    (9, 0): (2048, 233472, 232448),
+    (10, 0): (2048, 233472, 232448),
+    (12, 0): (1536, 102400, 101376),
 }
-"""What a multiprocessor has, by compute capability."""
+"""By compute capability, what a multiprocessor has: threads, bytes of shared memory, and how many
+of these one block may ask for."""
 
 
 @dataclass(frozen=True)
@@ -109,30 +98,25 @@ class Card:
     spec: DeviceSpec
 
     @property
-    def limits(self) -> Limits:
-        """What each of its multiprocessors has."""
-        return LIMITS[self.capability]
-
-    @property
     def usable(self) -> int:
         """What torch may reserve: all but the CUDA context."""
         return self.total_bytes - CONTEXT_BYTES
 
     def properties(self) -> Properties:
         """What torch would say of it."""
-        limits = self.limits
+        threads, shared, block_shared = LIMITS[self.capability]
         return Properties(
             name=self.full_name,
             major=self.capability[0],
             minor=self.capability[1],
             total_memory=self.total_bytes,
             multi_processor_count=self.multiprocessors,
-            max_threads_per_multi_processor=limits.threads,
+            max_threads_per_multi_processor=threads,
             max_threads_per_block=1024,  # on all of them
             regs_per_multiprocessor=65536,  # too
             shared_memory_per_block=BLOCK_SHARED_BYTES,
-            shared_memory_per_block_optin=limits.block_shared,
-            shared_memory_per_multiprocessor=limits.shared,
+            shared_memory_per_block_optin=block_shared,
+            shared_memory_per_multiprocessor=shared,
             L2_cache_size=self.l2_cache,
         )
 

@@ -11,24 +11,20 @@ of calls that were disturbed each time.
 
 from __future__ import annotations
 
+import fcntl
 import math
 import os
 import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-
-try:
-    import fcntl
-except ImportError:  # there is none on Windows
-    fcntl = None  # type: ignore[assignment]
 
 from fxremat.compat.inductor.kernels import wait_for_vectors
 from fxremat.compat.measuring import keep_busy
@@ -253,23 +249,11 @@ def alone_on(device: torch.device) -> Iterator[None]:
     On CUDA alone, where another process's kernels run between ours and count as ours; on a CPU, a
     run that lost a core is noticed. Nothing is waited for where no lock file can be opened.
     """
-    handle = _lock_file(device) if device.type == "cuda" and fcntl is not None else None
-    try:
-        if handle is not None:
-            fcntl.flock(handle, fcntl.LOCK_EX)
+    with ExitStack() as held:
+        if device.type == "cuda":
+            # named by the GPU itself: processes may number them differently
+            name = getattr(torch.cuda.get_device_properties(device), "uuid", device.index)
+            with suppress(OSError):
+                path = Path(tempfile.gettempdir()) / f"fxremat-timing-{name}.lock"
+                fcntl.flock(held.enter_context(path.open("a")), fcntl.LOCK_EX)
         yield
-    finally:
-        if handle is not None:
-            os.close(handle)
-
-
-def _lock_file(device: torch.device) -> int | None:
-    """A file of the machine's, named by the GPU itself: processes may number them differently."""
-    path = Path(tempfile.gettempdir()) / f"fxremat-timing-{_name_of(device)}.lock"
-    with suppress(OSError):
-        return os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    return None
-
-
-def _name_of(device: torch.device) -> str:
-    return str(getattr(torch.cuda.get_device_properties(device), "uuid", device.index))

@@ -26,20 +26,13 @@ from fxremat.compat.measuring import random_state_kept
 from fxremat.compat.ranks import is_collective
 from fxremat.compat.sizes import size_bound
 from fxremat.compat.tensors import outside_fake_mode
-from fxremat.cost.call_times import (
-    WITHOUT_BATCH,
-    by_name,
-    call_key,
-    has_room,
-    made_call,
-    operands,
-)
-from fxremat.cost.cuda_scratch import IN_FORM_OUT, Multiprocessors, known_blocks
+from fxremat.cost.call_times import WITHOUT_BATCH, by_name, call_key, has_room, made_call, operands
+from fxremat.cost.cuda_scratch import IN_FORM_OUT, known_blocks
 from fxremat.cost.number_file import NumberFile, number_path
 from fxremat.cost.roofline import scratch_of
 from fxremat.memory.allocator_settings import in_blocks
 from fxremat.memory.measured_peak import measure_call
-from fxremat.memory.storages import storages_of
+from fxremat.memory.storages import storages_of, without
 from fxremat.passes.joint_graph import is_mutating, is_random, is_view
 from fxremat.runtime import kernels
 from fxremat.sizes import format_bytes
@@ -132,7 +125,8 @@ class Workspaces:
             return self.blocks_of_call(IN_FORM_OUT[target], args, given)
         whole = self.of_call(target, args, kwargs)
         if self.device.type == "cuda" and whole:
-            blocks = known_blocks(target, args, kwargs, _multiprocessors(self.device))
+            card = torch.cuda.get_device_properties(self.device)
+            blocks = known_blocks(target, args, kwargs, card)
             if blocks and sum(in_blocks(n, self.device) for n in blocks) == whole:
                 return blocks
         return (whole,) if whole else ()
@@ -175,9 +169,15 @@ class Workspaces:
     def _measured(
         self, target: Any, args: Any, kwargs: Any, batch: tuple[int, int] | None = None
     ) -> int | None:
-        """Bytes of workspace; None where memory does not suffice for the call."""
+        """Bytes of workspace of a call, or of a part of its ``batch``; None without room for it."""
+        if not has_room(self.device, (args, kwargs), batch):
+            return None
         try:
-            return self._measure(target, args, kwargs, batch)
+            with random_state_kept():
+                real, named = made_call(target, args, kwargs, self.device, batch)
+                results = storages_of(_tensors(target(*real, **named)), None)  # warms up
+                given = storages_of(_tensors((real, named)), None)
+                above = measure_call(lambda: target(*real, **named), self.device)
         except MemoryError:
             return None
         except torch.OutOfMemoryError:
@@ -189,24 +189,8 @@ class Workspaces:
             if _NO_CPU_MEMORY not in str(error):
                 raise
             return None
-
-    def _measure(self, target: Any, args: Any, kwargs: Any, batch: tuple[int, int] | None) -> int:
-        """Run the call, or the part of its ``batch``; raises `MemoryError` rather than to try."""
-        if not has_room(self.device, (args, kwargs), batch):
-            raise MemoryError
-        with random_state_kept():
-            real, named = made_call(target, args, kwargs, self.device, batch)
-            results = storages_of(_tensors(target(*real, **named)), None)  # warms the library up
-            given = storages_of(_tensors((real, named)), None)
-            anew = [n for storage, n in results.items() if storage not in given]
-            made_anew = sum(in_blocks(n, self.device) for n in anew)
-            above = measure_call(lambda: target(*real, **named), self.device)
-        return max(0, above - made_anew)
-
-
-def _multiprocessors(device: torch.device) -> Multiprocessors:
-    of = torch.cuda.get_device_properties(device)
-    return Multiprocessors(of.multi_processor_count, of.max_threads_per_multi_processor)
+        made = sum(in_blocks(n, self.device) for n in without(results, given).values())
+        return max(0, above - made)
 
 
 def _batch_of(target: Any, args: Any, kwargs: Any) -> int:

@@ -16,9 +16,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fxremat.core.events import Allocate, Event, Free
-from fxremat.memory.allocator_blocks import Block, Device, ExpandableSegments, Pool
+from fxremat.memory.allocator_blocks import Block, Device, Pool
 from fxremat.memory.allocator_settings import (
     LARGEST_SMALL_BYTES,
+    SMALL_SEGMENT_BYTES,
     AllocatorSettings,
     is_worth_splitting,
     round_request,
@@ -26,30 +27,19 @@ from fxremat.memory.allocator_settings import (
 )
 
 
-class CachingAllocator:
-    """The allocator of one device, which never runs out.
+class CachingAllocator(Device):
+    """The allocator of a device, which never runs out.
 
-    ``allocated`` and `reserved` are bytes as torch.cuda.memory_allocated and memory_reserved count
-    them.
+    ``allocated`` and ``reserved`` are bytes as torch.cuda.memory_allocated and memory_reserved
+    count them.
     """
 
     def __init__(self, settings: AllocatorSettings | None = None) -> None:
+        super().__init__()
         self.settings = settings or AllocatorSettings()
         self.allocated = self.peak_allocated_bytes = 0
-        self._device = Device()
         self._small, self._large = Pool(small=True), Pool(small=False)
-        self._expandable = ExpandableSegments(self._device, self.settings.large_segment)
         self._live: dict[int, tuple[Pool, Block]] = {}
-
-    @property
-    def reserved(self) -> int:
-        """Bytes taken from the device."""
-        return self._device.taken
-
-    @property
-    def peak_reserved_bytes(self) -> int:
-        """The most that `reserved` has been."""
-        return self._device.most_taken
 
     def allocate(self, nbytes: int, stream: int = 0) -> int:
         """The address of a block for ``nbytes``; 0, and no block, for none."""
@@ -92,10 +82,11 @@ class CachingAllocator:
     def _new(self, pool: Pool, stream: int, rounded: int) -> Block:
         """A block in a new segment or in new pages, in no pool."""
         if self.settings.expandable_segments:
-            return self._expandable.allocate(pool, stream, rounded)
+            page = SMALL_SEGMENT_BYTES if pool.small else self.settings.large_segment
+            return self.allocate_pages(pool, stream, rounded, page)
         nbytes = segment_bytes_for(rounded, self.settings)
-        self._device.take(nbytes)
-        return Block(self._device.addresses(nbytes), nbytes, stream)
+        self.take(nbytes)
+        return Block(self.addresses(nbytes), nbytes, stream)
 
 
 def _best_fit(pool: Pool, stream: int, rounded: int) -> Block | None:

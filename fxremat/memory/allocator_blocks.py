@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from fxremat.memory.allocator_settings import SMALL_SEGMENT_BYTES, round_up
+from fxremat.memory.allocator_settings import round_up
 from fxremat.sizes import MIB, TIB
 
 
@@ -111,26 +111,65 @@ class Pool:
 
 @dataclass(eq=False)
 class Device:
-    """Memory without end, of which so many bytes are ``taken``.
+    """Memory without end, of which so many bytes are ``reserved``, and were at most.
 
     Addresses grow and are never used twice, which cudaMalloc does not promise. They matter where
     two free blocks have the same size: the lower one is taken.
     """
 
-    taken: int = 0
-    most_taken: int = 0
+    reserved: int = 0
+    peak_reserved_bytes: int = 0
     _next_address: int = 1 << 40
 
     def take(self, nbytes: int) -> None:
         """So many bytes more; fewer if negative."""
-        self.taken += nbytes
-        self.most_taken = max(self.most_taken, self.taken)
+        self.reserved += nbytes
+        self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved)
 
     def addresses(self, nbytes: int, multiple: int = 2 * MIB) -> int:
         """The first of ``nbytes`` addresses that nothing else has; a multiple of the step."""
         address = round_up(self._next_address, multiple)
         self._next_address = address + nbytes + multiple
         return address
+
+    def allocate_pages(self, pool: Pool, stream: int, nbytes: int, page: int) -> Block:
+        """A free block of at least ``nbytes`` in an expandable segment, in no pool.
+
+        Such a segment is one range of addresses for a pool and a stream, mapped page by page. New
+        memory goes to the lowest addresses at which the request has room in free blocks and
+        unmapped pages side by side, so that holes are filled first. Source: torch,
+        c10/cuda/CUDACachingAllocator.cpp (`ExpandableSegment`, `find_expandable_block`,
+        `map_block`).
+        """
+        block = _lowest_room(pool, stream, nbytes) or self._new_segment(pool, stream, nbytes, page)
+        if not block.mapped:
+            block = self._map(pool, block, min(block.nbytes, nbytes))
+        while block.nbytes < nbytes:
+            hole = block.after
+            assert hole is not None
+            block = self._map(pool, hole, min(hole.nbytes, nbytes - block.nbytes))
+        pool.remove(block)
+        return block
+
+    def _new_segment(self, pool: Pool, stream: int, least_bytes: int, page: int) -> Block:
+        """More addresses than any device has bytes, so that holes do not use them up."""
+        nbytes = round_up(max(_SPACE_BYTES, least_bytes), page)
+        block = Block(self.addresses(nbytes, page), nbytes, stream, page, mapped=False)
+        pool.add(block)
+        return block
+
+    def _map(self, pool: Pool, hole: Block, nbytes: int) -> Block:
+        """Gives memory to the first ``nbytes`` of ``hole``, in whole pages."""
+        assert hole.page is not None
+        added = round_up(nbytes, hole.page)
+        self.take(added)
+        pool.remove(hole)
+        if added < hole.nbytes:
+            pool.add(hole.cut(added))
+        hole.mapped = True
+        block = pool.merge(hole)
+        pool.add(block)
+        return block
 
 
 _SPACE_BYTES = 64 * TIB
@@ -146,58 +185,11 @@ def _has_room(block: Block, nbytes: int) -> bool:
     return room >= nbytes
 
 
-@dataclass(eq=False)
-class ExpandableSegments:
-    """All expandable segments of an allocator.
-
-    Each is one range of addresses for a pool and a stream, mapped page by page. New memory goes to
-    the lowest addresses at which the request has room in free blocks and unmapped pages side by
-    side, so that holes are filled first. Source: torch, c10/cuda/CUDACachingAllocator.cpp
-    (`ExpandableSegment`, `find_expandable_block`, `map_block`).
-    """
-
-    device: Device
-    large_page: int
-
-    def allocate(self, pool: Pool, stream: int, nbytes: int) -> Block:
-        """A free block of at least ``nbytes``, in no pool."""
-        block = self._lowest_room(pool, stream, nbytes) or self._new_segment(pool, stream, nbytes)
-        if not block.mapped:
-            block = self._map(pool, block, min(block.nbytes, nbytes))
-        while block.nbytes < nbytes:
-            hole = block.after
-            assert hole is not None
-            block = self._map(pool, hole, min(hole.nbytes, nbytes - block.nbytes))
-        pool.remove(block)
-        return block
-
-    def _lowest_room(self, pool: Pool, stream: int, nbytes: int) -> Block | None:
-        """Where ``nbytes`` fit at the lowest address; a free block before unmapped pages counts."""
-        for hole in pool.unmapped(stream):
-            before = hole.before
-            first = before if before is not None and not before.allocated else hole
-            if _has_room(first, nbytes):
-                return first
-        return None
-
-    def _new_segment(self, pool: Pool, stream: int, least_bytes: int) -> Block:
-        """More addresses than any device has bytes, so that holes do not use them up."""
-        page = SMALL_SEGMENT_BYTES if pool.small else self.large_page
-        nbytes = round_up(max(_SPACE_BYTES, least_bytes), page)
-        address = self.device.addresses(nbytes, page)
-        block = Block(address, nbytes, stream, page, mapped=False)
-        pool.add(block)
-        return block
-
-    def _map(self, pool: Pool, hole: Block, nbytes: int) -> Block:
-        """Gives memory to the first ``nbytes`` of ``hole``, in whole pages."""
-        assert hole.page is not None
-        added = round_up(nbytes, hole.page)
-        self.device.take(added)
-        pool.remove(hole)
-        if added < hole.nbytes:
-            pool.add(hole.cut(added))
-        hole.mapped = True
-        block = pool.merge(hole)
-        pool.add(block)
-        return block
+def _lowest_room(pool: Pool, stream: int, nbytes: int) -> Block | None:
+    """Where ``nbytes`` fit at the lowest address; a free block before unmapped pages counts."""
+    for hole in pool.unmapped(stream):
+        before = hole.before
+        first = before if before is not None and not before.allocated else hole
+        if _has_room(first, nbytes):
+            return first
+    return None

@@ -28,7 +28,6 @@ from fxremat.compat.tensors import (
     Empty,
     new_block,
     reinterpret,
-    storage_number,
 )
 from fxremat.core.layout import HalfLayout, StepLayout, extent
 from fxremat.memory.slots import Covered, Slot, held
@@ -102,17 +101,6 @@ class PlacedHalf:
             self.covered = Covered([*self.saved, *(one for one, at in pairs if at is not None)])
             go_on_with(map(closely, self.current[number + 1 :]))
         return empty(size, stride, dtype)
-
-    def has(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies in the arena."""
-        return storage_number(tensor.untyped_storage()) in self.arena.numbers
-
-    def free(self, tensor: torch.Tensor) -> bool:
-        """Nobody reads again what lies where a tensor does; False if that is not in the arena."""
-        slot = self.arena.numbers.get(storage_number(tensor.untyped_storage()))
-        if slot is not None:
-            self.arena.renew(slot)
-        return slot is not None
 
     def _fits(
         self, place: Place, slot: Slot, size: Any, stride: Any, dtype: torch.dtype, empty: Empty
@@ -225,8 +213,6 @@ class Arena:
         planned; halves that were not placed, for another one was in the arena; those that were."""
         self._halves: weakref.WeakSet[PlacedHalf] = weakref.WeakSet()
         self._slots: dict[tuple[int, int, torch.dtype], Slot] = {}
-        self.numbers: dict[int, Slot] = {}
-        """Slots by the numbers of their storages."""
         self._leaked: dict[Slot, None] = {}
         """Held against the plan when their half had ended."""
         self._is_changed = False
@@ -268,15 +254,8 @@ class Arena:
         key = (offset, offset + nbytes, dtype)
         if key not in self._slots:
             assert self.block is not None
-            slot = self._slots[key] = Slot(self.block, *key)
-            self.numbers[slot.number] = slot
+            self._slots[key] = Slot(self.block, *key)
         return self._slots[key]
-
-    def renew(self, slot: Slot) -> None:
-        """Whoever holds what lies there does not count any more."""
-        del self.numbers[slot.number]
-        slot.renew()
-        self.numbers[slot.number] = slot
 
     # -- halves -----------------------------------------------------------------------------------
 
@@ -367,7 +346,7 @@ class Arena:
             self._bind()
         for slot in half.outlive:
             if slot.is_moved:
-                self.renew(slot)
+                slot.renew()
         self._leaked = dict.fromkeys(held(self._leaked))
         others = held(half.watched)
         if self._leaked:
@@ -421,7 +400,7 @@ class Arena:
             half.unbind()
         if not lent:
             self._pool = None  # what of its memory nobody holds goes back to the device
-        self._slots, self.numbers, self._leaked = {}, {}, {}
+        self._slots, self._leaked = {}, {}
 
     def _bind(self) -> None:
         """Have all halves find their slots, and what may be held when they begin."""
@@ -432,7 +411,6 @@ class Arena:
         wanted = {slot for half in halves for slot in half.slots}
         old = set(held(slot for slot in before.values() if slot not in wanted))
         self._slots = {k: slot for k, slot in self._slots.items() if slot in wanted or slot in old}
-        self.numbers = {slot.number: slot for slot in self._slots.values()}
         outliving = dict.fromkeys((*old, *(slot for half in halves for slot in half.outlive)))
         for half in halves:
             half.watch(outliving)

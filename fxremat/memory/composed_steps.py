@@ -24,11 +24,6 @@ from fxremat.core.events import Allocate, Backward, Event, Forward, Free, Outsid
 from fxremat.core.step import NOTHING_HELD, Order, is_number
 
 
-def without(events: Sequence[Event], names: Collection[str]) -> tuple[Event, ...]:
-    """The events but those of the blocks of these names."""
-    return tuple(e for e in events if not (isinstance(e, (Allocate, Free)) and e.name in names))
-
-
 def staying(run: RunEvents) -> frozenset[str]:
     """The gradients of a run that live on under the next forward.
 
@@ -73,11 +68,11 @@ def _step_without(
     step: Sequence[Event], missing: Collection[str], stays: Collection[str] = ()
 ) -> list[Event]:
     """The events but those of what is ``missing``; in the end all is freed that does not stay."""
-    left, found = dict[str, None](), list(without(step, missing))
+    left, found = dict[str, None](), [event for event in step if event.name not in missing]
     for event in found:
         if isinstance(event, Allocate):
             left[event.name] = None
-        elif isinstance(event, Free):
+        else:
             del left[event.name]
     return [*found, *(Free(name) for name in left if name not in stays)]
 
@@ -168,7 +163,7 @@ class _Composer:
         for event in events:
             if isinstance(event, Allocate):
                 own[event.name] = self.allocate(event.nbytes, stream=event.stream)
-            elif isinstance(event, Free):
+            else:
                 self.let_go(own.pop(event.name))
 
     def hand_over(self, wanted: Sequence[Allocate], blocks: Sequence[str]) -> None:

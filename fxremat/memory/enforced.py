@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,75 +26,58 @@ from fxremat.sizes import format_bytes
 Call = Callable[..., Any]
 
 
-def enforced(call: Call, device: torch.device, limit: int, planned: Callable[[], str]) -> Call:
-    """The same as ``call``, which runs a compiled graph, under a cap of ``limit`` bytes.
-
-    The cap lasts as long as what is returned. ``planned`` is as for `explained`.
-    """
-    run = explained(call, planned, CAPPED % format_bytes(limit))
-    hold_cap(device, limit, run)
-    return run
-
-
 CAPPED = "The allocator was held to the memory budget of %s, because of enforce=True."
 NOT_CAPPED = "The memory budget is %s. Of it, this was planned:"
+WHAT_TO_DO = (
+    "What to do: code beside the compiled graphs may hold more than was counted: say so with the "
+    "options reserve and optimizer; or set another memory_budget."
+)
 
 
-def explained(call: Call, planned: Callable[[], str], why: str) -> Call:
+def explained(
+    call: Call, device: torch.device, limit: int, planned: Callable[[], str], *, capped: bool
+) -> Call:
     """The same as ``call``, which runs a compiled graph, with more in torch's `OutOfMemoryError`.
 
-    It says ``why``, and what the graph's plan holds, as ``planned`` tells it.
+    It says what the graph's plan holds, as ``planned`` tells it, of a budget of ``limit`` bytes. If
+    ``capped``, the allocator takes no more than these, as long as what is returned lives.
     """
-    running = _Running(why, planned)
+    why = (CAPPED if capped else NOT_CAPPED) % format_bytes(limit)
+
+    def explain(error: BaseException) -> None:
+        error.args = (f"{error}\n{why} {planned()}\n{WHAT_TO_DO}",)
+
+    def end() -> None:
+        _IN_BACKWARD[:] = [one for one in _IN_BACKWARD if one is not explain]
 
     def run(*args: Any) -> Any:
         before = autograd_position()
         try:
             results = call(*args)
         except torch.OutOfMemoryError as error:
-            running.explain(error)
+            explain(error)
             raise
         node = node_of_forward(results, before)
         if node is not None:
-            when_backward_begins(node, running.begin)
-            when_backward_ends(node, running.end)
+            when_backward_begins(node, lambda: _IN_BACKWARD.append(explain))
+            when_backward_ends(node, end)
         return results
 
     when_backward_fails(_explain)
+    if capped:
+        hold_cap(device, limit, run)
     return like(call, run)
 
 
-@dataclass(eq=False)
-class _Running:
-    """A graph whose backward may be running."""
-
-    why: str
-    planned: Callable[[], str]
-
-    def begin(self) -> None:
-        _IN_BACKWARD.append(self)
-
-    def end(self) -> None:
-        _IN_BACKWARD[:] = [one for one in _IN_BACKWARD if one is not self]
-
-    def explain(self, error: BaseException) -> None:
-        """Say in the error what the plan holds."""
-        message = (
-            f"{error}\n{self.why} {self.planned()}\nWhat to do: code beside the compiled graphs "
-            "may hold more than was counted: say so with the options reserve and optimizer; or set "
-            "another memory_budget."
-        )
-        error.args = (message,)
-
-
-_IN_BACKWARD: list[_Running] = []
+_IN_BACKWARD: list[Callable[[BaseException], None]] = []
+"""Of the graphs whose backward runs, what explains an error of it."""
 
 
 def _explain(error: BaseException) -> None:
     """A backward has ended with this error."""
     running, _IN_BACKWARD[:] = _IN_BACKWARD[:], []
     if running and isinstance(error, torch.OutOfMemoryError):
-        running[-1].explain(error)
+        running[-1](error)
 
 
 # --- the cap ---------------------------------------------------------------------------------

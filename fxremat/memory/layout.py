@@ -36,18 +36,13 @@ from fxremat.memory.allocator_settings import (
     AllocatorSettings,
     round_up,
 )
-from fxremat.memory.composed_steps import (
-    composed,
-    loop_of,
-    seconds,
-    staying,
-    with_second_gradients,
-    without,
-)
+from fxremat.memory.composed_steps import composed, loop_of, seconds, staying, with_second_gradients
 from fxremat.planner.addresses import PartialArena, place
 
 OWN_POOL, ARENA = 1, 2
 """Streams that stand for the graphs' own pool, and for what lies in the arena."""
+POOLS = 0, OWN_POOL
+"""Those of the allocator: the pool that all share, and the graphs' own."""
 
 Block = tuple[int, str]
 """The number of a run, and the name of one of its blocks."""
@@ -67,13 +62,6 @@ class Arranged:
     layout: StepLayout
     placed: tuple[frozenset[str], ...]
     reserved_bytes: int = 0
-
-    def outside(self, runs: Sequence[RunEvents]) -> tuple[RunEvents, ...]:
-        """What remains of the runs for the allocator: their events without what is placed."""
-        return tuple(
-            replace(x, forward=without(x.forward, names), backward=without(x.backward, names))
-            for x, names in zip(runs, self.placed, strict=True)
-        )
 
 
 def arrange(
@@ -122,11 +110,12 @@ def arrange(
         one = arranged(placement)
         if len(runs) > 1 and outside:
             events, second = asked_of_pools(asked, one.placed, outside)
-            loop = loop_of(list(_of_own_pool(events)), second)
+            loop = loop_of(on_streams((OWN_POOL,), events), second)
         else:
             pairs = ((k, *pair) for k, x in enumerate(runs) for pair in seconds(x).items())
             second = {_name(k, first): _name(k, other) for k, first, other in pairs}
-            loop = loop_of([*_named(in_sequence(one.outside(runs), order))], second)
+            step = ((k, e) for k, e in in_sequence(runs, order) if e.name not in one.placed[k])
+            loop = loop_of([replace(e, name=_name(k, e.name)) for k, e in step], second)
         segment, reserved = least_pool(loop, settings)
         layout = replace(one.layout, pool_bytes=segment)
         best.append(replace(one, layout=layout, reserved_bytes=layout.arena_bytes + reserved))
@@ -163,7 +152,7 @@ def asked_of_pools(
     """
     marked = [_marked(run, names) for run, names in zip(runs, placed, strict=True)]
     events, second = composed(outside, marked.__getitem__)
-    return without_arena(events), second
+    return on_streams(POOLS, events), second
 
 
 def _marked(run: RunEvents, placed: Collection[str]) -> RunEvents:
@@ -182,29 +171,16 @@ def where(events: Iterable[Event], placed: Collection[str]) -> tuple[Event, ...]
     )
 
 
-def without_arena(events: Iterable[Event]) -> list[Event]:
-    """What the pools are asked for."""
-    there, placed = list[Event](), set[str]()
-    for event in events:
-        if isinstance(event, Allocate) and event.stream == ARENA:
-            placed.add(event.name)
-        elif not (isinstance(event, Free) and event.name in placed):
-            there.append(event)
-    return there
+def on_streams(streams: Collection[int], events: Sequence[Event]) -> list[Event]:
+    """The events of blocks that lie in the places for which these streams stand."""
+    asked = (event for event in events if isinstance(event, Allocate))
+    names = {one.name for one in asked if one.stream in streams}
+    return [event for event in events if event.name in names]
 
 
 def is_resident(event: Event) -> TypeGuard[Allocate]:
     """Whether it is there all the time: its name is no number."""
     return isinstance(event, Allocate) and not event.name.isdigit()
-
-
-def _of_own_pool(events: Iterable[Event]) -> Iterator[Event]:
-    own = set[str]()
-    for event in events:
-        if isinstance(event, Allocate) and event.stream == OWN_POOL:
-            own.add(event.name)
-        if isinstance(event, (Allocate, Free)) and event.name in own:
-            yield event
 
 
 def _placements(arena: PartialArena) -> Iterator[Placement]:
@@ -236,14 +212,8 @@ def least_pool(
     return best[1], best[0]
 
 
-def _named(events: Iterable[tuple[int, Event]]) -> Iterator[Event]:
-    """The events, with names that no two runs share."""
-    for run, event in events:
-        if isinstance(event, (Allocate, Free)):
-            yield replace(event, name=_name(run, event.name))
-
-
 def _name(run: int, block: str) -> str:
+    """No two runs share it."""
     return f"{run}:{block}"
 
 

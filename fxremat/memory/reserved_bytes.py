@@ -21,11 +21,12 @@ from fxremat.memory.allocator_settings import SEGMENT_STEP_BYTES, AllocatorSetti
 from fxremat.memory.composed_steps import loop_of, seconds, with_second_gradients
 from fxremat.memory.layout import (
     OWN_POOL,
+    POOLS,
     arrange,
     asked_of_pools,
     is_resident,
+    on_streams,
     where,
-    without_arena,
 )
 
 
@@ -140,7 +141,7 @@ def reserved_by_run(
     found = arrange([run], ALONE, "cuda", settings=settings)
     there = (one for one in with_second_gradients(events, run) if not is_resident(one))
     beside = held_bytes + sum(event.nbytes for event in events if is_resident(event))
-    loop = loop_of(without_arena(where(there, found.placed[0])), seconds(run))
+    loop = loop_of(on_streams(POOLS, where(there, found.placed[0])), seconds(run))
     pools = _pools(loop, settings, found.layout.pool_bytes)
     return Reserved(pools, found.layout, beside, _asked(loop))
 
@@ -170,7 +171,7 @@ def _asked(events: Iterable[Event]) -> tuple[int, ...]:
         if isinstance(event, Allocate):
             numbers[event.name] = next(made)
             found.append(event.nbytes)
-        elif isinstance(event, Free):
+        else:
             found.append(-numbers.pop(event.name) - 1)
     return tuple(found)
 

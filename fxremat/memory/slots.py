@@ -18,32 +18,22 @@ class Slot:
     """
 
     __slots__ = (
-        "_block", "_dtype", "_spare", "address", "base", "begin", "end", "number", "references",
-        "storage", "uses",
+        "_block", "_dtype", "address", "base", "begin", "end", "number", "references", "storage",
+        "uses",
     )  # fmt: skip
 
     def __init__(self, block: torch.Tensor, begin: int, end: int, dtype: torch.dtype) -> None:
         self.begin, self.end, self._block, self._dtype = begin, end, block, dtype
-        self._spare: torch.Tensor | None = None
-        self.lie_at(tensor_over(block, begin, end, dtype))
+        self.renew()
         self.address = self.base.data_ptr()
         self.uses = storage_uses(self.number)
         self.references = getrefcount(self.storage)
 
-    def lie_at(self, base: torch.Tensor) -> None:
-        """What is given away from now on has the storage of this tensor."""
-        self.base, self.storage = base, base.untyped_storage()
-        self.number = storage_number(self.storage)
-
     def renew(self) -> None:
         """Take another storage over the same bytes: who holds the one of now does not count."""
-        before, spare = self.base, self._spare
-        if spare is None:
-            spare = tensor_over(self._block, self.begin, self.end, self._dtype)
-        self.lie_at(spare)
-        if held([self]):
-            self.lie_at(tensor_over(self._block, self.begin, self.end, self._dtype))
-        self._spare = before if before.data_ptr() == self.address else None
+        self.base = tensor_over(self._block, self.begin, self.end, self._dtype)
+        self.storage = self.base.untyped_storage()
+        self.number = storage_number(self.storage)
 
     @property
     def is_moved(self) -> bool:

@@ -41,7 +41,8 @@ class StepWatch:
     steps: int = 0
     looked_at: int = 0
     promised: int = 0
-    _meter: _OnCuda | HostRecording | None = None
+    _begun: HostRecording | int | None = None
+    """What records a step; on CUDA the most that the allocator had before."""
     _resident: int = 0
     _unplanned: int = 0
     _compiled: int = -1
@@ -64,9 +65,9 @@ class StepWatch:
         self._unplanned = 0 if on_cuda else unplanned_bytes
         self._resident = torch.cuda.memory_allocated(self.device) if on_cuda else resident_bytes
         if on_cuda:
-            self._meter = _OnCuda(self.device, self.reserved)
+            self._begun = self._most()
         elif before == self._compiled and HostRecording.is_possible():
-            self._meter = HostRecording()
+            self._begun = HostRecording()
         else:
             self.steps += 1
 
@@ -76,17 +77,23 @@ class StepWatch:
         Its graphs have saved ``saved_bytes`` at most, and ``counted_bytes`` had been set aside for
         what they do not see.
         """
-        meter, self._meter = self._meter, None
-        if meter is None:
+        begun, self._begun = self._begun, None
+        if begun is None:
             return None
-        above, on_cuda = meter.stop(), isinstance(meter, _OnCuda)
         self.steps += 1
-        if not on_cuda and (above is None or self._compiled != self.compiled()):
-            return None
-        self.looked_at += 1
-        if above is None or (not on_cuda and self.looked_at < WATCHED_STEPS):
-            return None
-        taken = above if on_cuda else self._resident + self._unplanned + above
+        if isinstance(begun, HostRecording):
+            above = begun.stop()
+            if above is None or self._compiled != self.compiled():
+                return None
+            self.looked_at += 1
+            if self.looked_at < WATCHED_STEPS:
+                return None
+            taken = self._resident + self._unplanned + above
+        else:
+            self.looked_at += 1
+            taken = self._most()
+            if taken <= begun:  # an earlier step had as many
+                return None
         if taken <= self.budget_bytes:
             return None
         self.looked_at = WATCHED_STEPS  # once is enough
@@ -99,28 +106,13 @@ class StepWatch:
 
     def abandon(self) -> None:
         """The step that began never ends, as where a forward is not followed by a backward."""
-        meter, self._meter = self._meter, None
-        if meter is not None:
+        begun, self._begun = self._begun, None
+        if begun is not None:
             self.steps += 1
-            meter.stop()
-
-
-@dataclass
-class _OnCuda:
-    """The most that the allocator had, if this step had more than all before: all of it."""
-
-    device: torch.device
-    reserved: bool
-    before: int = 0
-
-    def __post_init__(self) -> None:
-        self.before = self._most()
+        if isinstance(begun, HostRecording):
+            begun.stop()
 
     def _most(self) -> int:
+        """The most that CUDA's allocator has had."""
         most = torch.cuda.max_memory_reserved if self.reserved else torch.cuda.max_memory_allocated
         return int(most(self.device))
-
-    def stop(self) -> int | None:
-        """That many bytes; None if an earlier step had as many."""
-        most = self._most()
-        return most if most > self.before else None

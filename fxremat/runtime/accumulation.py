@@ -21,7 +21,6 @@ Elsewhere autograd adds the gradient as ever, and a warning says why: its memory
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -30,11 +29,11 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fxremat.compat.backward import (
+    GraphInBackward,
     accumulators_of,
     at_end_of_backward,
     hooks_on,
     hooks_on_node,
-    leaves_of_one_edge,
     no_other_backward,
     running_backward,
     running_node,
@@ -43,21 +42,18 @@ from fxremat.compat.backward import (
 from fxremat.core.layout import extent
 from fxremat.runtime.host_memory import is_host, is_on, size_of_extent, storage_address
 from fxremat.runtime.kernels import WAITS, register
-from fxremat.runtime.placed import can_be_freed, free
 
 log = logging.getLogger(__name__)
 
 
-class _BackwardSums(threading.local):
-    """The backward that this thread runs, and what is known of it and of the graph in it.
+class _BackwardSums(GraphInBackward):
+    """What is known of the graph that runs in this thread's backward.
 
     ``adders`` has what adds the gradient of each weight that the graph gives one to, by id.
     """
 
     def __init__(self) -> None:
-        self.graph: tuple[object, ...] = ()
-        self.number: int | None = None
-        self.of_one_edge: frozenset[int] = frozenset()
+        super().__init__()
         self.adders: dict[int, Any] = {}
         self.apart: frozenset[int] = frozenset()
         self.is_watched = False
@@ -123,7 +119,8 @@ def accumulated(gradient: torch.Tensor, weight: torch.Tensor, read: Sequence[tor
     """
     if not _ASKED:
         return
-    _begin()
+    if _BACKWARD.is_another():
+        _begin()
     if weight not in _ASKED and _BACKWARD.adders:
         _tell("the graph was given a copy of it, as in checkpoint()", gradient)
     adder = _BACKWARD.adders.pop(id(weight), None)
@@ -133,22 +130,15 @@ def accumulated(gradient: torch.Tensor, weight: torch.Tensor, read: Sequence[tor
     with no_other_backward() as alone:
         if alone and reason is None:
             weight.grad.add_(gradient)
-            free(gradient)
+            gradient.untyped_storage().resize_(0)
             _keep_from(adder)
             return
     _tell(reason or "another backward is running", gradient)
 
 
 def _begin() -> None:
-    """Find out about the backward that is running, and about the graph that runs in it now."""
-    known, number, node = _BACKWARD, running_backward(), running_node()
-    graph = (number, id(node), None if node is None else node._sequence_nr())
-    if graph == known.graph:
-        return
-    known.graph = graph
-    if number != known.number:
-        known.number = number
-        known.of_one_edge = frozenset(map(id, leaves_of_one_edge()))
+    """Find out about the graph that runs now."""
+    known, node = _BACKWARD, running_node()
     if node is None:
         known.adders = {}
         return
@@ -198,8 +188,9 @@ def _reason_against(
     shared = id(weight) not in known.apart or extent(sum_.size(), sum_.stride()) < sum_.numel()
     if shared or any(storage_address(one) == storage_address(sum_) for one in read):
         return "its .grad shares memory with something else"
-    is_whole = gradient.untyped_storage().nbytes() == size_of_extent(gradient) > 0
-    if not is_whole or gradient.storage_offset() != 0 or not can_be_freed(gradient):
+    storage = gradient.untyped_storage()
+    is_whole = storage.nbytes() == size_of_extent(gradient) > 0
+    if not is_whole or gradient.storage_offset() != 0 or not storage.resizable():
         return "the gradient is a part of a larger tensor"
     return None
 

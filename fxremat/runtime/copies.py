@@ -20,13 +20,14 @@ ends with ``settle(host)``: the host goes on when the device has done all that i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from time import perf_counter
+from typing import Any
 
 import torch
 
 from fxremat.runtime import cpu_engine, cuda_engine, optimizer_steps
-from fxremat.runtime.copy_trace import CopyRecord, Direction, Engine, copy_trace
+from fxremat.runtime.copy_engine import Direction, Engine
 from fxremat.runtime.host_memory import run_of_memory
 from fxremat.runtime.kernels import COPIES, WAITS, register
 
@@ -176,42 +177,39 @@ torch.library.register_autograd("fxremat::put", _gradient_of_put, setup_context=
 # --- how fast copies are ----------------------------------------------------------------------
 
 
-class MeasuredSpeed(NamedTuple):
-    """Bytes per second of each direction while the other is busy too."""
+def measure_copy_speed(device: torch.device | str) -> tuple[float, float]:
+    """Bytes per second to the host, and to the device, while the other direction is busy too.
 
-    to_host_bytes_per_s: float
-    to_device_bytes_per_s: float
-
-
-def measure_copy_speed(device: torch.device | str) -> MeasuredSpeed:
-    """Copy ever larger tensors, to 16 MiB each, until that takes long enough to be measured.
-
+    Ever larger tensors are copied, to 16 MiB each, until that takes long enough to be measured.
     It holds at most 64 MiB of host memory, which count for the cap, and as much on the device.
-    On the CPU it measures the delay that is asked for, less what really copying costs.
     """
-    records: list[CopyRecord] = []
-    for nbytes in (2**16, 2**18, 2**20, 2**22, 2**24):
-        _copy_both_ways(torch.device(device), nbytes)  # fills the pool of host memory
-        records = _copy_both_ways(torch.device(device), nbytes)
-        if max(record.end_s - record.start_s for record in records) >= 0.02:
-            break
-    return MeasuredSpeed(_speed(records, "to_host"), _speed(records, "to_device"))
+    nbytes, there, back = 2**14, 0.0, 0.0
+    while nbytes < 2**24 and max(there, back) < 0.02:
+        nbytes *= 4
+        x = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        _seconds_of_a_copy(x, "to_host")  # fills the pool of host memory
+        there, back = _seconds_of_a_copy(x, "to_host"), _seconds_of_a_copy(x, "to_device")
+    return nbytes / there, nbytes / back
 
 
-def _copy_both_ways(device: torch.device, nbytes: int) -> list[CopyRecord]:
-    """Records of three copies in each direction, both at once."""
-    x = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+def _seconds_of_a_copy(x: torch.Tensor, direction: Direction) -> float:
+    """Of one of three copies one after the other, while as many go the other way."""
     host = to_host(x)
     wait_host(host, x)
-    with copy_trace() as records:
-        pairs = [(to_host(x), to_device(host, device)) for _ in range(3)]
+    _finish(x.device)
+    begin = perf_counter()
+    pairs = [(to_host(x), to_device(host, x.device)) for _ in range(3)]
+
+    def wait(way: Direction) -> None:
         for copied, fetched in pairs:
-            wait_host(copied, x)
-            wait_device(fetched, host)
-    return records
+            if way == "to_host":
+                wait_host(copied, x)
+            else:
+                wait_device(fetched, host)
 
-
-def _speed(records: Iterable[CopyRecord], direction: Direction) -> float:
-    """Bytes of all copies of a direction over the time they took."""
-    ours = [record for record in records if record.what == direction]
-    return sum(r.nbytes for r in ours) / sum(r.end_s - r.start_s for r in ours)
+    wait(direction)
+    _finish(x.device)
+    seconds = (perf_counter() - begin) / len(pairs)
+    wait("to_host")
+    wait("to_device")
+    return seconds

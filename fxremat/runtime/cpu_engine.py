@@ -1,9 +1,8 @@
 """Copies for machines without a GPU: the CPU is the device, two threads are its copy engines.
 
 It is there to test with. The threads, one for each direction, do one copy at a time, in the order
-in which they were started. A copy takes as long as it is asked to (`CpuEngine.delay`), and its
-target is filled with ones of bits (NaN, -1, True) until it ends, so that a missing wait gives wrong
-numbers.
+in which they were started. The target of a copy is filled with ones of bits (NaN, -1, True) until
+it ends, so that a missing wait gives wrong numbers.
 
 Host memory is mapped pages, not memory of torch's CPU allocator: what torch allocates on the CPU
 counts as memory of the device, and a profiler sees it as such. The threads call no torch function,
@@ -14,68 +13,43 @@ from __future__ import annotations
 
 import ctypes
 import os
-import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from threading import Event
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
 
 import torch
 
-from fxremat.runtime.copy_trace import (
-    Direction,
-    Engine,
-    Trace,
-    Wait,
-    active_traces,
-    host_time,
-)
+from fxremat.runtime.copy_engine import Direction, Engine
 from fxremat.runtime.host_memory import mapped_like, size_of_extent
 
 
-@dataclass(eq=False)
-class _CpuTransfer:
-    """One copy. It holds its tensors, a source and a target, until it has ended."""
+class _CpuTransfer(NamedTuple):
+    """One copy; ``done`` knows when it has ended, and its error."""
 
     direction: Direction
-    tensors: list[torch.Tensor]
-    seconds: float
-    after: _CpuTransfer | None
-    error: BaseException | None = None
-    traces: tuple[Trace, ...] = field(default_factory=active_traces)
-    ended: Event = field(default_factory=Event)
-
-    def __post_init__(self) -> None:
-        self.nbytes = size_of_extent(self.tensors[0])
-
-    def run(self) -> None:
-        """Copy; for the thread of the direction. An error is kept for those who wait."""
-        try:
-            if self.after is not None:
-                self.after.wait()
-            with host_time(self.direction, self.nbytes, self.traces):
-                time.sleep(self.seconds)
-                _copy_memory(self.tensors)
-        except BaseException as error:
-            self.error = error.with_traceback(None)  # whose frames hold the tensors
-        finally:
-            self.tensors.clear()
-            self.after = None
-            self.ended.set()
+    done: Future[None]
 
     def wait(self) -> None:
         """Block until the copy has ended; RuntimeError if it failed."""
-        self.ended.wait()
-        if self.error is not None:
-            raise RuntimeError(f"a copy {self.direction} failed: {self.error!r}") from self.error
+        error = self.done.exception()
+        if error is not None:
+            raise RuntimeError(f"a copy {self.direction} failed: {error!r}") from error
+
+
+def _copy(tensors: list[torch.Tensor], after: _CpuTransfer | None) -> None:
+    """Copy a source to a target; for the thread of the direction, which lets go of both."""
+    try:
+        if after is not None:
+            after.wait()
+        _copy_memory(tensors)
+    finally:
+        tensors.clear()  # an error keeps the frame
 
 
 class CpuEngine(Engine[_CpuTransfer]):
     """Copies between "device" and host memory; waiting blocks the thread that calls."""
 
     def __init__(self) -> None:
-        self.delay: Callable[[Direction, int], float] = lambda direction, nbytes: 0.0
-        """Seconds that a copy takes, before the bytes are really copied."""
         self.after_fork()
 
     def after_fork(self) -> None:
@@ -91,15 +65,11 @@ class CpuEngine(Engine[_CpuTransfer]):
     ) -> _CpuTransfer:
         ones = 1 if target.dtype == torch.bool else 0xFF  # a bool has only one that may be set
         ctypes.memset(target.data_ptr(), ones, size_of_extent(target))
-        seconds = self.delay(direction, size_of_extent(source))
-        after = self._copies.get(source.untyped_storage())
-        transfer = _CpuTransfer(direction, [source, target], seconds, after)
-        self._lines[direction].submit(transfer.run)
-        return transfer
+        line, after = self._lines[direction], self._copies.get(source.untyped_storage())
+        return _CpuTransfer(direction, line.submit(_copy, [source, target], after))
 
-    def _wait(self, what: Wait, transfer: _CpuTransfer, device: torch.device) -> None:
-        with host_time(what, transfer.nbytes, active_traces()):
-            transfer.wait()
+    def _wait(self, transfer: _CpuTransfer, device: torch.device) -> None:
+        transfer.wait()
 
 
 def _copy_memory(tensors: Sequence[torch.Tensor]) -> None:

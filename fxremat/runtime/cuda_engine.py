@@ -11,46 +11,38 @@ use them have ended.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, MutableMapping
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import MutableMapping
 from threading import Lock
-from time import perf_counter
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 
-from fxremat.runtime.copy_trace import CopyRecord, Direction, Engine, Trace, Wait, active_traces
-from fxremat.runtime.host_memory import run_of_memory, size_of_extent
+from fxremat.runtime.copy_engine import Direction, Engine
+from fxremat.runtime.host_memory import run_of_memory
 
 
-class _CudaTransfer:
+class _CudaTransfer(NamedTuple):
     """One copy. It holds its tensors until somebody has waited, or it is seen to have ended.
 
     Only after an exception does nobody wait. Then the memory that the copy writes must not be
     given to somebody else before it has ended.
     """
 
-    def __init__(self, source: torch.Tensor, target: torch.Tensor, ended: torch.cuda.Event) -> None:
-        self.nbytes = size_of_extent(source)
-        self.ended = ended
-        self._tensors: tuple[torch.Tensor, ...] = (source, target)
-
-    def release(self) -> None:
-        self._tensors = ()
+    ended: torch.cuda.Event
+    tensors: list[torch.Tensor]
 
     def is_over(self) -> bool:
-        """Whether the transfer holds nothing, or need not any more."""
-        return not self._tensors or bool(self.ended.query())  # type: ignore[no-untyped-call]
+        """Whether it holds nothing, or need not any more."""
+        return not self.tensors or bool(self.ended.query())  # type: ignore[no-untyped-call]
 
 
 class _CudaLine:
     """One direction on one device: a stream, and what runs on it in order."""
 
-    def __init__(self, direction: Direction, device: torch.device) -> None:
-        self._direction: Direction = direction
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = _new_stream(device)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._running: deque[_CudaTransfer] = deque()
         self._lock = Lock()
 
@@ -60,16 +52,19 @@ class _CudaLine:
         """Copy once the computing stream has come here and ``after`` is reached."""
         with self._lock:
             while self._running and self._running[0].is_over():
-                self._running.popleft().release()
+                self._running.popleft().tensors.clear()
             self._stream.wait_event(torch.cuda.current_stream(self._device).record_event())
             if after is not None:
                 self._stream.wait_event(after)
-            timed = _device_time(self._direction, size_of_extent(source), self._stream)
-            with torch.cuda.stream(self._stream), timed:
-                run_of_memory(target).copy_(run_of_memory(source), non_blocking=True)
-            transfer = _CudaTransfer(source, target, self._stream.record_event())
+            self.copy(source, target)
+            transfer = _CudaTransfer(self._stream.record_event(), [source, target])
             self._running.append(transfer)
             return transfer
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy when all has been reached that the stream waits for."""
+        with torch.cuda.stream(self._stream):
+            run_of_memory(target).copy_(run_of_memory(source), non_blocking=True)
 
 
 class CudaEngine(Engine[_CudaTransfer]):
@@ -91,73 +86,20 @@ class CudaEngine(Engine[_CudaTransfer]):
         device = source.device if to_host else target.device
         line = self._lines.get((direction, device))
         if line is None:
-            line = self._lines.setdefault((direction, device), _CudaLine(direction, device))
+            line = self._lines.setdefault((direction, device), _CudaLine(device))
         filled = None if to_host else self._filled.get(source.untyped_storage())
         transfer = line.start(source, target, filled)
         if to_host:
             self._filled[target.untyped_storage()] = transfer.ended
         return transfer
 
-    def _wait(self, what: Wait, transfer: _CudaTransfer, device: torch.device) -> None:
-        computing = torch.cuda.current_stream(device)
-        with _device_time(what, transfer.nbytes, computing):
-            computing.wait_event(transfer.ended)
-        transfer.release()
+    def _wait(self, transfer: _CudaTransfer, device: torch.device) -> None:
+        torch.cuda.current_stream(device).wait_event(transfer.ended)
+        transfer.tensors.clear()
 
 
 def _pinned_like(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="cpu", pin_memory=True)
-
-
-def _new_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-
-def _record_time(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    """An event that knows when the stream came to it."""
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    stream.record_event(event)
-    return event
-
-
-@contextmanager
-def _device_time(what: Direction | Wait, nbytes: int, stream: torch.cuda.Stream) -> Iterator[None]:
-    """Record the time that the stream spends on the body, if somebody traces."""
-    traces = active_traces()
-    if not traces:
-        yield
-        return
-    anchors = [_anchor(trace, stream.device) for trace in traces]
-    start = _record_time(stream)
-    yield
-    end = _record_time(stream)
-    for trace, anchor in zip(traces, anchors, strict=True):
-        trace.late.append(partial(_record, what, nbytes, anchor, start, end))
-
-
-def _anchor(trace: Trace, device: torch.device) -> tuple[torch.cuda.Event, float]:
-    """An event of the device and when it was, on the host's clock; one for each trace.
-
-    It is on a stream of its own: there is nothing before it for which the host would wait.
-    """
-    if device not in trace.anchors:
-        event = _record_time(_new_stream(device))
-        event.synchronize()
-        trace.anchors[device] = event, perf_counter()
-    return trace.anchors[device]
-
-
-def _record(
-    what: Direction | Wait,
-    nbytes: int,
-    anchor: tuple[torch.cuda.Event, float],
-    start: torch.cuda.Event,
-    end: torch.cuda.Event,
-) -> CopyRecord:
-    end.synchronize()
-    event, seconds = anchor
-    start_s, end_s = (seconds + event.elapsed_time(reached) / 1000 for reached in (start, end))
-    return CopyRecord(what, nbytes, start_s, end_s)
 
 
 ENGINE = CudaEngine()

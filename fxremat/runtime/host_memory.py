@@ -12,7 +12,6 @@ import os
 import weakref
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from threading import Lock
 from weakref import WeakSet
 
@@ -22,21 +21,13 @@ from fxremat.core.layout import extent
 from fxremat.errors import HostMemoryExceeded
 
 
-@dataclass(frozen=True)
-class HostBytes:
-    """Bytes of host memory that copies hold now, and held at most since the last reset."""
-
-    now_bytes: int
-    peak_bytes: int
-
-
 class HostMemory:
-    """Counts host tensors while their storages live."""
+    """Counts host tensors while their storages live; ``peak_bytes`` were held at most."""
 
     def __init__(self) -> None:
         self.cap_bytes: int | None = None
         self._held = 0
-        self._peak = 0
+        self.peak_bytes = 0
         self._lock = Lock()
         self._storages: WeakSet[torch.UntypedStorage] = WeakSet()
         # A storage can die anywhere, also while this thread has the lock: it only appends here.
@@ -54,7 +45,7 @@ class HostMemory:
             if self.cap_bytes is not None and self._held + nbytes > self.cap_bytes:
                 raise HostMemoryExceeded(nbytes, self._held, self.cap_bytes)
             self._held += nbytes
-            self._peak = max(self._peak, self._held)
+            self.peak_bytes = max(self.peak_bytes, self._held)
         try:
             tensor = make()
             weakref.finalize(tensor.untyped_storage(), self._freed.append, nbytes).atexit = False
@@ -73,17 +64,12 @@ class HostMemory:
         """Whether a tensor that `allocate` returned has this storage."""
         return storage in self._storages
 
-    def count(self) -> HostBytes:
-        """What is held now, and was at most since the reset."""
+    @property
+    def held_bytes(self) -> int:
+        """What is held now."""
         with self._lock:
             self._settle()
-            return HostBytes(self._held, self._peak)
-
-    def reset_peak(self) -> None:
-        """From now on the peak is what is held now."""
-        with self._lock:
-            self._settle()
-            self._peak = self._held
+            return self._held
 
 
 HOST_MEMORY = HostMemory()

@@ -101,17 +101,16 @@ WAITS = (torch.Tag.flexible_layout, torch.Tag.pt2_compliant_tag, torch.Tag.cudag
 """The tags of operators that copy between host and device, and of those that wait or act."""
 
 
-def no_result(*_: Any) -> None:
-    """The result, on tensors without contents, of an operator that only changes contents."""
-
-
 def register(
     schema: str,
     tags: tuple[torch.Tag, ...],
-    fake: Callable[..., Any] = no_result,
+    fake: Callable[..., Any] = lambda *_: None,
     namespace: str = "fxremat",
 ) -> Callable[[Callable[..., Any]], OpOverload]:
-    """Make a function the new operator of its name; ``fake`` says shapes, strides and dtypes."""
+    """Make a function the new operator of its name; ``fake`` says shapes, strides and dtypes.
+
+    Without it the operator gives nothing: it only changes contents.
+    """
 
     def registered(real: Callable[..., Any]) -> OpOverload:
         name = real.__name__.lstrip("_")

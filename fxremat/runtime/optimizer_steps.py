@@ -1,6 +1,6 @@
 """Optimizer steps that begin inside a compiled backward, when a gradient is in host memory.
 
-    arrived(gradient, weight, read, first, device)
+    arrived(gradient, weight, read, device)
 
 stands in a backward where the copy of a gradient to the host has been waited for, and every copy
 of its weight to the device too. If somebody asked for it (`Stepped`), the optimizer then steps on
@@ -11,8 +11,9 @@ takes none. The backward ends with `finish`, where it waits for the steps.
 A step never sees a part of a gradient, and nothing reads a weight while it is written:
 
 * In the backward that is running, nothing but this graph has a gradient for the weight, and
-  autograd will add it to ``weight.grad``, where there is none yet. That is known where a compiled
-  graph is the first to run in a backward, for all that follow; elsewhere it is not assumed.
+  autograd will add it to ``weight.grad``, where there is none yet. That is known in a backward that
+  Python began, if no other is running.
+* Autograd runs in the thread that began the backward: no other node runs beside the graph.
 * Nobody has a hook on the weight, who would see the stand-in.
 * No other tensor that the rest of the graph reads shares memory with the weight.
 
@@ -24,26 +25,27 @@ from __future__ import annotations
 
 import mmap
 import os
-import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from threading import Event, Lock
+from threading import Event
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 
 from fxremat.compat.backward import (
+    GraphInBackward,
+    accumulators_of,
     hooks_on,
-    leaves_of_one_node,
-    leaves_of_this_node,
     running_backward,
+    running_node,
+    runs_in_one_thread,
+    watch_backwards,
 )
 from fxremat.core.constants import STEPS_AHEAD
-from fxremat.runtime.copy_trace import Trace, active_traces, host_time
-from fxremat.runtime.host_memory import mapped_like, size_of_extent, storage_address
+from fxremat.runtime.host_memory import mapped_like, storage_address
 from fxremat.runtime.kernels import WAITS, register
 
 
@@ -55,11 +57,9 @@ class Step:
     gradient: torch.Tensor | None
     step: Callable[[], object]
     ready: Callable[[], object]
-    nbytes: int
     error: BaseException | None = None
     backward: int | None = field(default_factory=running_backward)
     threads: int = field(default_factory=torch.get_num_threads)
-    traces: tuple[Trace, ...] = field(default_factory=active_traces)
     ended: Event = field(default_factory=Event)
 
     def __post_init__(self) -> None:
@@ -71,7 +71,7 @@ class Step:
             self.ready()
             if torch.get_num_threads() != self.threads:  # a number that each thread has for itself
                 torch.set_num_threads(self.threads)
-            with host_time("step", self.nbytes, self.traces), torch.no_grad():
+            with torch.no_grad():
                 self.parameter.grad = self.gradient
                 self.step()
             self.gradient = None
@@ -79,6 +79,7 @@ class Step:
             self.error = error
         finally:
             self.parameter.grad = None
+            _RUNNING.pop(self.storage, None)
             self.ended.set()
 
 
@@ -94,6 +95,7 @@ class Stepped:
         self.started: Step | None = None
         self._stand_in = 0
         self._step = step
+        watch_backwards()
         _STEPPED[id(parameter)] = self
 
     def start(self, gradient: torch.Tensor, ready: Callable[[], object]) -> Step:
@@ -103,8 +105,9 @@ class Stepped:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
         gradient.set_(mapped_like(taken, flags=flags))  # type: ignore[call-overload]
         self._stand_in = storage_address(gradient)
-        self.started = Step(self.parameter, taken, self._step, ready, size_of_extent(taken))
-        _WORKER.submit(self.started)
+        self.started = Step(self.parameter, taken, self._step, ready)
+        _RUNNING[self.started.storage] = self.started
+        _THREAD.submit(self.started.run)
         return self.started
 
     def gradient_is_whole(self) -> None:
@@ -129,59 +132,40 @@ class Stepped:
             )
 
 
-class _Worker:
-    """The thread that steps, and the steps that it may not have done yet."""
+class _BackwardSteps(GraphInBackward):
+    """What is known of the graph that runs in this thread's backward, and what began there."""
 
     def __init__(self) -> None:
-        self.after_fork()
-
-    def after_fork(self) -> None:
-        """Begin anew: the thread stays behind in a fork."""
-        self._thread = ThreadPoolExecutor(1, "fxremat steps")
-        self._lock = Lock()
-        self._unfinished: list[Step] = []
-
-    def submit(self, step: Step) -> None:
-        with self._lock:
-            self._unfinished.append(step)
-        self._thread.submit(step.run)
-
-    def unfinished(self) -> Sequence[Step]:
-        """Steps that may still be running; the others are let go of."""
-        if self._unfinished:
-            with self._lock:
-                self._unfinished = [one for one in self._unfinished if not one.ended.is_set()]
-        return self._unfinished
-
-
-class _BackwardSteps(threading.local):
-    """The backward that this thread runs, what is known of it, and what began in it."""
-
-    def __init__(self) -> None:
-        self.number: int | None = None
-        self.from_one_node: frozenset[int] = frozenset()
-        self.from_this_node: frozenset[int] = frozenset()
+        super().__init__()
+        self.of_this_graph: frozenset[int] = frozenset()
         self.shared: frozenset[int] = frozenset()
         self.steps: list[Step] = []
 
 
 _STEPPED: WeakValueDictionary[int, Stepped] = WeakValueDictionary()
-_WORKER = _Worker()
 _BACKWARD = _BackwardSteps()
-os.register_at_fork(after_in_child=_WORKER.after_fork)
+_RUNNING: dict[int, Step] = {}
+"""Steps on their way, by the addresses of what they write: one begins after it was read again."""
+_THREAD = ThreadPoolExecutor(1, "fxremat steps")
+
+
+def _begin_anew() -> None:
+    """The thread stays behind in a fork, and so do its steps."""
+    global _THREAD
+    _THREAD = ThreadPoolExecutor(1, "fxremat steps")
+    _RUNNING.clear()
+
+
+os.register_at_fork(after_in_child=_begin_anew)
 
 
 # --- in the backward ---------------------------------------------------------------------
 
 
-@register(
-    "(Tensor(a!) gradient, Tensor(b!) weight, Tensor[] read, bool first, Device device) -> ()",
-    WAITS,
-)
+@register("(Tensor(a!) gradient, Tensor(b!) weight, Tensor[] read, Device device) -> ()", WAITS)
 def arrived(
-    gradient: torch.Tensor, weight: torch.Tensor, read: list[torch.Tensor], first: bool,
-    device: torch.device,
-) -> None:  # fmt: skip
+    gradient: torch.Tensor, weight: torch.Tensor, read: list[torch.Tensor], device: torch.device
+) -> None:
     """The optimizer of ``weight`` may step.
 
     ``gradient``, in host memory, is what the graph returns for its input ``weight``, and is
@@ -190,7 +174,7 @@ def arrived(
     """
     if not _STEPPED:
         return
-    if first:
+    if _BACKWARD.is_another():
         _begin([weight, *read])
     stepped = _STEPPED.get(id(weight))
     if stepped is not None and stepped.parameter is weight and _may_step(weight, gradient):
@@ -199,25 +183,20 @@ def arrived(
 
 
 def _begin(host: Sequence[torch.Tensor]) -> None:
-    """Find out about the backward that is running, and about the graph that runs in it now."""
+    """Find out about the graph that runs now."""
     finish()
-    number = running_backward()
-    if number != _BACKWARD.number:
-        _BACKWARD.number = number
-        _BACKWARD.from_one_node = frozenset(map(id, leaves_of_one_node()))
-    _BACKWARD.from_this_node = frozenset(map(id, leaves_of_this_node()))
+    own = (id(adder.variable) for adder in accumulators_of(running_node()))
+    _BACKWARD.of_this_graph = frozenset(own) if runs_in_one_thread() else frozenset()
     uses = Counter(map(storage_address, {id(tensor): tensor for tensor in host}.values()))
     _BACKWARD.shared = frozenset(address for address, count in uses.items() if count > 1)
 
 
 def _may_step(weight: torch.Tensor, gradient: torch.Tensor) -> bool:
     """Whether ``gradient`` is the whole one, and nobody reads it or the weight from here on."""
-    now, known = running_backward(), _BACKWARD
-    whole = id(weight) in known.from_one_node and id(weight) in known.from_this_node
+    known = _BACKWARD
     return (
-        now is not None
-        and now == known.number
-        and whole
+        id(weight) in known.of_one_edge
+        and id(weight) in known.of_this_graph
         and weight.grad is None
         and hooks_on(weight) == 1
         and storage_address(weight) not in known.shared
@@ -236,14 +215,12 @@ def finish(but: int = 0) -> None:
     steps, _BACKWARD.steps = _BACKWARD.steps[:end], _BACKWARD.steps[end:]
     for step in steps:
         step.ended.wait()
-    _WORKER.unfinished()
 
 
 def before_reading(host: torch.Tensor) -> None:
     """Wait for a step that still writes ``host``: the backward in which it began has failed."""
-    for step in _WORKER.unfinished():
-        if step.storage == storage_address(host):
-            step.ended.wait()
+    if step := _RUNNING.get(storage_address(host)):
+        step.ended.wait()
 
 
 def now_on(device: torch.device) -> Callable[[], object]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from sys import getrefcount
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -47,38 +47,16 @@ def closely(place: Place | None) -> Place | None:
     return None if place is None else place._replace(size=None)
 
 
-class Half(Protocol):
-    """The places of the buffers of one half of a run."""
-
-    def enter(self) -> Places | None:
-        """The code begins; None where it gets no places this time."""
-        ...
-
-    def leave(self) -> None:
-        """The code has ended, or has failed, after it got places."""
-        ...
-
-    def place(
-        self, number: int, size: Any, stride: Any, dtype: torch.dtype, empty: Empty
-    ) -> torch.Tensor:
-        """The buffer of a call that is not quite as planned, or whose bytes may be held."""
-        ...
-
-    def has(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies where it may be freed."""
-        ...
-
-    def free(self, tensor: torch.Tensor) -> bool:
-        """Nobody reads again what lies where a tensor does; False if it has not such a place."""
-        ...
+Half = Any
+"""The places of the buffers of one half of a run: a `fxremat.memory.arena.PlacedHalf`."""
 
 
 class _Now(threading.local):
     """Of this thread: the places of the code that runs, and those offered to the next forward."""
 
     places: Places | None = None
-    half: Any = None
-    offered: Half | None = None
+    half: Half = None
+    offered: Half = None
 
 
 _NOW = _Now()
@@ -116,25 +94,13 @@ empty_strided_cpu = _placing(EMPTY["cpu"])
 empty_strided_cuda = _placing(EMPTY["cuda"])
 
 
-def free(tensor: torch.Tensor) -> None:
-    """Give back the memory of a tensor that nobody reads again, whoever holds it; from code."""
-    if _NOW.half is None or not _NOW.half.free(tensor):
-        tensor.untyped_storage().resize_(0)
-
-
-def can_be_freed(tensor: torch.Tensor) -> bool:
-    """Whether `free` can do so."""
-    storage, half = tensor.untyped_storage(), _NOW.half
-    return storage.resizable() or (half is not None and bool(half.has(tensor)))
-
-
 def go_on_with(places: Places) -> None:
     """The rest of the code that runs in this thread takes these places."""
     _NOW.places = places
 
 
 @contextmanager
-def places_of_forward(half: Half | None) -> Iterator[None]:
+def places_of_forward(half: Half) -> Iterator[None]:
     """The forward that is called inside lies there."""
     before, _NOW.offered = _NOW.offered, half
     try:
@@ -152,7 +118,7 @@ def set_places_of_backward(node: Any, half: Half) -> None:
 def forward_at_places(call: Call) -> Call:
     """The function of a forward's code, at the places that it is offered."""
 
-    def offered() -> Half | None:
+    def offered() -> Half:
         half, _NOW.offered = _NOW.offered, None
         return half
 
@@ -164,7 +130,7 @@ def backward_at_places(call: Call) -> Call:
     return _at_places(call, lambda: getattr(running_node(), _NODE_ATTRIBUTE, None))
 
 
-def _at_places(call: Call, next_half: Callable[[], Half | None]) -> Call:
+def _at_places(call: Call, next_half: Callable[[], Half]) -> Call:
     @wraps(call)
     def at_places(*args: Any) -> Any:
         half = next_half()

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -34,9 +35,8 @@ def unsent_results(
     computed = (isinstance(x, torch.Tensor) and x.requires_grad and not x.is_leaf for x in inputs)
     if not ends_model and any(computed):
         return ()
-    results = results_of(gm)
-    trained = [k for k, one in enumerate(results) if _needs_gradient(one)]
-    losses = [k for k in trained if _is_number(results[k])]
+    results, trained = results_of(gm), trained_results(gm)
+    losses = [k for k, value in trained.items() if _is_number(value)]
     left = tuple(k for k in trained if k not in losses)
     return left if losses and reads_all(gm, [results[k] for k in losses]) else ()
 
@@ -90,12 +90,7 @@ def _scales(node: fx.Node) -> bool:
 
 def gives_loss(gm: fx.GraphModule) -> bool:
     """Whether a result of a Dynamo graph is a loss: one number that needs a gradient."""
-    return any(_needs_gradient(one) and _is_number(one) for one in results_of(gm))
-
-
-def trained_results(gm: fx.GraphModule) -> list[torch.Tensor]:
-    """The results of a Dynamo graph that need a gradient, without memory."""
-    return [one.meta["example_value"] for one in results_of(gm) if _needs_gradient(one)]
+    return any(map(_is_number, trained_results(gm).values()))
 
 
 def written_inputs(gm: fx.GraphModule) -> tuple[int, ...]:
@@ -126,13 +121,15 @@ def results_of(gm: fx.GraphModule) -> list[Any]:
     return list(given) if isinstance(given, (list, tuple)) else [given]
 
 
-def _needs_gradient(node: Any) -> bool:
-    value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
-    return isinstance(value, torch.Tensor) and value.requires_grad and node.op != "placeholder"
+def trained_results(gm: fx.GraphModule) -> dict[int, torch.Tensor]:
+    """By their places, the results that a graph computes and that need a gradient; no memory."""
+    nodes = ((k, one) for k, one in enumerate(results_of(gm)) if isinstance(one, fx.Node))
+    values = ((k, one.meta.get("example_value")) for k, one in nodes if one.op != "placeholder")
+    return {k: x for k, x in values if isinstance(x, torch.Tensor) and x.requires_grad}
 
 
-def _is_number(node: fx.Node) -> bool:
-    return all(isinstance(size, int) and size == 1 for size in node.meta["example_value"].shape)
+def _is_number(value: torch.Tensor) -> bool:
+    return all(isinstance(size, int) and size == 1 for size in value.shape)
 
 
 def detach_results(gm: fx.GraphModule, which: Sequence[int]) -> fx.GraphModule:
@@ -171,36 +168,25 @@ def gradients_on_demand(
     Then ``sent()`` is called, and what ``compile_all()`` gives runs, which has gradients for all
     results. What is ``written``, by the places of arguments, is copied before each run.
     """
-    known = _Known(call, which, written, compile_all, sent)
-    return like(call, lambda *args: known.run(args))
+    whole = cache(compile_all)
 
-
-@dataclass
-class _Known:
-    """What runs the graph with all gradients, and which arguments each run changes."""
-
-    call: Compiled
-    which: Sequence[int]
-    written: Sequence[int]
-    compile_all: Callable[[], Compiled]
-    sent: Callable[[], None]
-    whole: Compiled | None = None
-
-    def run(self, args: tuple[Any, ...]) -> Any:
-        """The results, with nodes that wait for a gradient."""
+    def run(*args: Any) -> Any:
         with torch.no_grad():
-            copies = {k: args[k].clone() for k in self.written}
+            copies = {k: args[k].clone() for k in written}
         random: dict[str, Any] = {"cpu": torch.get_rng_state()}
         if any(isinstance(x, torch.Tensor) and x.is_cuda for x in args):
             random["cuda"] = torch.cuda.get_rng_state()
-        again = _Again(self, args, copies, random, _versions(args), tuple(_autocast(random)))
-        results = self.call(*args)
+        kinds, versions = tuple(_autocast(random)), _versions(args)
+        again = _Again(whole, which, sent, args, copies, random, versions, kinds)
+        results = call(*args)
         given = list(results)
         apply: Any = _Late.apply
-        late = apply(again, len(self.which), *(given[k] for k in self.which), *again.leaves)
-        for k, result in zip(self.which, late, strict=True):
+        late = apply(again, len(which), *(given[k] for k in which), *again.leaves)
+        for k, result in zip(which, late, strict=True):
             given[k] = result
         return given if isinstance(results, list) else tuple(given)
+
+    return like(call, run)
 
 
 def _autocast(kinds: Iterable[str]) -> Iterator[torch.autocast]:
@@ -219,7 +205,10 @@ def _versions(args: Iterable[object]) -> tuple[int, ...]:
 class _Again:
     """One run, and all that it takes to run again."""
 
-    known: _Known
+    whole: Callable[[], Compiled]
+    """What has gradients for all results."""
+    which: Sequence[int]
+    sent: Callable[[], None]
     args: tuple[Any, ...]
     copies: dict[int, torch.Tensor]
     random: dict[str, Any]
@@ -239,7 +228,7 @@ class _Again:
 
         Raises RuntimeError where an argument was overwritten since.
         """
-        known, now = self.known, _versions(self.args)
+        now = _versions(self.args)
         overwritten = {k for k, old in enumerate(self.versions) if now[k] != old}
         if not overwritten <= self.copies.keys():
             raise RuntimeError(
@@ -247,7 +236,7 @@ class _Again:
                 "that the graph was given had been overwritten. Call backward() for it before the "
                 "optimizer steps, or call it for a sum of the loss and what is made of this result."
             )
-        known.sent()
+        self.sent()
         # What made an argument goes backward by itself: the run begins at copies that nothing made.
         begins = {id(x): x.detach().requires_grad_() for x in self.leaves}
         args = [self.copies.get(k, begins.get(id(x), x)) for k, x in enumerate(self.args)]
@@ -257,13 +246,12 @@ class _Again:
             contexts.enter_context(torch.random.fork_rng(cuda))
             for one in self.autocast:
                 contexts.enter_context(one)
-            if known.whole is None:
-                known.whole = known.compile_all()
+            whole = self.whole()
             torch.set_rng_state(self.random["cpu"])
             if cuda:
                 torch.cuda.set_rng_state(self.random["cuda"])
-            results = known.whole(*args)
-            pairs = zip((results[k] for k in known.which), sent, strict=True)
+            results = whole(*args)
+            pairs = zip((results[k] for k in self.which), sent, strict=True)
             asked = [(result, gradient) for result, gradient in pairs if gradient is not None]
             outputs, gradients = zip(*asked, strict=True)
             leaves = list(begins.values())

@@ -172,7 +172,7 @@ class Graph:
         if self.gives_loss or not self.needs_gradients or is_a_rank():
             return 0
         single = torch.float32.itemsize
-        results = ((nbytes(x), x.dtype.itemsize) for x in trained_results(self.kept))
+        results = ((nbytes(x), x.dtype.itemsize) for x in trained_results(self.kept).values())
         return max((size * max(single, item) // item for size, item in results), default=0)
 
     def check_inference(self, request: Request) -> None:

@@ -44,7 +44,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from fxremat.errors import InvalidOption
-from fxremat.runtime import fetch, host_copy, is_host
+from fxremat.runtime.copies import fetch, host_copy
+from fxremat.runtime.host_memory import is_host
 
 __all__ = ["default_device", "place", "restore", "select"]
 

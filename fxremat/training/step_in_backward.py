@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from fxremat.errors import InvalidOption
-from fxremat.runtime import Stepped
+from fxremat.runtime.optimizer_steps import Stepped
 
 __all__ = ["StepInBackward", "step_in_backward"]
 
@@ -38,10 +38,10 @@ def step_in_backward(model: nn.Module, make_optimizer: MakeOptimizer) -> StepInB
     optimizer elsewhere: in learning-rate schedulers, and for saving and loading.
 
     A step begins before the backward is over for weights in host memory (`fxremat.offload`) in a
-    graph compiled by fxremat that gives the loss itself, or comes right after a graph break. On
-    CUDA autograd has to run in the calling thread for that: say
-    ``torch.autograd.set_multithreading_enabled(False)`` once. Elsewhere, as with a loss computed
-    outside of the compiled model, the steps run one after another, each when the gradient is whole.
+    graph compiled by fxremat. On CUDA autograd has to run in the calling thread for that: say
+    ``torch.autograd.set_multithreading_enabled(False)`` once. Elsewhere, as for weights that
+    several graphs have gradients for, the steps run one after another, each when the gradient is
+    whole.
 
     What needs all gradients at once, or more than one backward for a step, is not possible with
     it: clipping by the norm of all gradients, gradient accumulation, ``GradScaler``, and averaging

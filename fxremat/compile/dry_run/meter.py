@@ -260,7 +260,7 @@ class CodeMeter(Meter[_Buffer]):
         for event in inside.events:
             if isinstance(event, Allocate):
                 named[event.name] = self.allocate(event.nbytes)
-            elif isinstance(event, Free):
+            else:
                 self.events.append(Free(named[event.name]))
         for tensor, name in zip(results, inside.results, strict=True):
             if name is not None and storage_key(tensor) not in self.live:

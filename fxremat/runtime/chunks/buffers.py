@@ -105,8 +105,10 @@ class Slot:
     of_chunk: bool
     values: list[int] = field(default_factory=list)
 
-    def nbytes(self, chunk: int, tile: int) -> int:
-        return self.numel * self.dtype.itemsize * (chunk if self.of_chunk else tile)
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one row."""
+        return self.numel * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -160,10 +162,14 @@ class Layout:
     temporary: frozenset[tuple[int, int]]
     """Bytes that instructions on tiles make on the way, for each row, and for their numbers."""
 
-    def most_temporary(self, tile: int) -> int:
-        """Bytes beside the slots at the worst instruction."""
+    def slot_bytes(self, rows: int, *, of_chunk: bool) -> int:
+        """Bytes of the slots of a chunk, or of a tile, of so many rows."""
+        return rows * sum(slot.nbytes for slot in self.slots if slot.of_chunk == of_chunk)
+
+    def set_aside(self, tile: int) -> int:
+        """Bytes that a fused stage has no use for: those on tiles, at the worst instruction."""
         bytes_at = (tile * each + fixed for each, fixed in self.temporary)
-        return max(bytes_at, default=0) if tile else 0
+        return self.slot_bytes(tile, of_chunk=False) + (max(bytes_at, default=0) if tile else 0)
 
 
 class _Assigner:

@@ -20,20 +20,8 @@ from fxremat.runtime.chunks.buffers import (
     while_adding,
 )
 from fxremat.runtime.chunks.call import RowsCall, bytes_to_leave_out
-from fxremat.runtime.chunks.fused_kernels import (
-    CACHE_LINE_BYTES,
-    is_worth_fusing,
-    read,
-    set_aside,
-    written,
-)
-from fxremat.runtime.chunks.program import (
-    Instruction,
-    Kind,
-    Program,
-    operator_of,
-    with_values,
-)
+from fxremat.runtime.chunks.fused_kernels import CACHE_LINE_BYTES, is_worth_fusing, read, written
+from fxremat.runtime.chunks.program import Instruction, Kind, Program, operator_of, with_values
 from fxremat.runtime.kernels import Inside, LibraryCall, Measure, pieces
 
 
@@ -53,7 +41,7 @@ def workspace(*args: Any, measure: Measure, by_inductor: bool = False, **kwargs:
     else:
         kernels = [None if kernel is None else kernel.scratch for kernel in call.kernels]
     copied = [row for row in call.rows if not row.is_contiguous()]
-    slots = sum(slot.nbytes(call.chunk, call.tile) for slot in call.plan.slots if slot.of_chunk)
+    slots = call.plan.slot_bytes(call.chunk, of_chunk=True)
     return (
         sum(row.numel() * row.dtype.itemsize for row in copied)
         + slots
@@ -122,21 +110,21 @@ def _scratch(call: RowsCall, kernels: Sequence[int | None], measure: Measure) ->
     program, plan, tile = call.program, call.plan, call.tile
     any_fused = any(one is not None for one in kernels)
     other, device = _other_tile(call), call.rows[0].device.type
-    slots = 0 if any_fused else sum(s.nbytes(tile, tile) for s in plan.slots if not s.of_chunk)
-    sums, taken = 0, 0 if any_fused else set_aside(plan, tile)
+    held, aside = plan.slot_bytes(tile, of_chunk=False), plan.set_aside(tile)
+    sums, taken = 0, 0 if any_fused else aside
     for stage, kernel in zip(plan.stages, kernels, strict=True):
         adding = [one for n in stage.values if (one := program[n]).kind == "sum"]
         sums += sum(map(of_total, adding))
         partial = max((while_adding(one, device) for one in adding if tile), default=0)
         if kernel is not None:
-            rest = set_aside(plan, other) + partial if other else 0
+            rest = plan.set_aside(other) + partial if other else 0
             taken = max(taken, kernel, rest)
         elif stage.of_chunk:
+            slots = 0 if any_fused else held
             taken = max(taken, slots + _on_chunks(call, stage.values, measure))
         else:
             reduced = _reducing(call, stage.values, measure) if device == "cuda" else 0
-            held = sum(s.nbytes(tile, tile) for s in plan.slots if not s.of_chunk)
-            taken = max(taken, set_aside(plan, tile), held + max(reduced, partial))
+            taken = max(taken, aside, held + max(reduced, partial))
     return sums + taken
 
 

@@ -212,12 +212,6 @@ class _KernelWriter:
         return made
 
 
-def set_aside(plan: Layout, tile: int) -> int:
-    """Bytes of the layout that a fused stage has no use for."""
-    slots = sum(slot.nbytes(tile, tile) for slot in plan.slots if not slot.of_chunk)
-    return slots + plan.most_temporary(tile)
-
-
 def _room(program: Program, plan: Layout, tile: int, device: str) -> int:
     """Bytes that a fused stage may take.
 
@@ -227,13 +221,13 @@ def _room(program: Program, plan: Layout, tile: int, device: str) -> int:
     """
     sums = [one for one in program.loop if one.kind == "sum" and one.op not in MATMULS]
     partial = sum(while_adding(one, device) for one in sums)
-    return set_aside(plan, tile) + partial + tile * CACHE_LINE_BYTES
+    return plan.set_aside(tile) + partial + tile * CACHE_LINE_BYTES
 
 
 def _is_aligned(program: Program, plan: Layout, inputs: Sequence[Shape], tile: int) -> bool:
     """Whether each tile begins where a GPU's kernels expect it."""
     rows = [shape.dtype.itemsize * prod(shape.sizes[1:]) for shape in inputs[: program.num_rows]]
-    rows += [slot.numel * slot.dtype.itemsize for slot in plan.slots if slot.of_chunk]
+    rows += [slot.nbytes for slot in plan.slots if slot.of_chunk]
     results = [program[number] for number in program.results]
     rows += [one.nbytes for one in results if one.kind != "sum"]
     return all(tile * size % ALIGNMENT == 0 for size in rows)
