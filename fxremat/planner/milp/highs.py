@@ -115,7 +115,7 @@ class Milp:
 
         At most ``nodes`` of the search tree are looked at. A solution is good enough if it is as
         near to the bound as ``gap`` of itself, or as ``absolute_gap``. ``start`` is a solution to
-        begin with: a value for each column.
+        begin with: a value for each column, infinite for continuous ones that HiGHS is to find.
         """
         if not self.cost:  # HiGHS calls such a programme empty, whatever its rows say
             rows = zip(self.row_low, self.row_high, strict=True)
