@@ -53,7 +53,6 @@ class Solution:
     values: npt.NDArray[np.float64] | None
     objective: float
     bound: float
-    is_optimal: bool = False
 
     def chosen(self, column: int) -> bool:
         """Whether an integer column of bounds 0 and 1 is 1."""
@@ -120,7 +119,7 @@ class Milp:
         if not self.cost:  # HiGHS calls such a programme empty, whatever its rows say
             rows = zip(self.row_low, self.row_high, strict=True)
             if all(low <= 0 <= high for low, high in rows):
-                return Solution(np.zeros(0), 0.0, 0.0, is_optimal=True)
+                return Solution(np.zeros(0), 0.0, 0.0)
             return Solution(None, FREE, FREE)
         highs = highspy.Highs()  # type: ignore[no-untyped-call]
         options: dict[str, bool | int | float] = {
@@ -202,10 +201,9 @@ class Milp:
         feasible = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
         values = np.array(highs.getSolution().col_value) if feasible else None
         objective = info.objective_function_value if feasible else FREE
-        is_optimal = status == highspy.HighsModelStatus.kOptimal
-        of_lp = objective if is_optimal else -FREE
+        of_lp = objective if status == highspy.HighsModelStatus.kOptimal else -FREE
         bound = info.mip_dual_bound if any(self.integer) else of_lp
-        return Solution(values, objective, bound, is_optimal)
+        return Solution(values, objective, bound)
 
 
 def _run(highs: highspy.Highs) -> None:
@@ -215,9 +213,6 @@ def _run(highs: highspy.Highs) -> None:
     It runs in a thread of its own, for Python answers Ctrl-C only between its own instructions,
     and only in the main thread.
     """
-    if threading.current_thread() is not threading.main_thread():
-        highs.run()
-        return
     given_up = threading.Event()
     raised: list[BaseException] = []
 
