@@ -294,7 +294,7 @@ def test_a_plan_near_enough_to_its_bound_is_not_worked_on(percent: int) -> None:
     rounds = []
     for gap in (0.0, 0.2):
         told: list[Progress] = []
-        plan = moments.solve(problem, budget, SolverOptions(gap=gap, progress=told.append))
+        plan = moments.solve(problem, budget, SolverOptions(progress=told.append), gap)
         rounds.append(len(told))
         assert all(one.bound_us is not None for one in told)
         assert check(problem, plan.steps).ok

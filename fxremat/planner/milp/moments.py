@@ -36,34 +36,35 @@ from fxremat.planner.solvers import Progress, SolverOptions
 NAME = "moments"
 
 
-def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) -> Plan:
-    """The plan of least time within the budget, or of least peak where none fits."""
+def solve(
+    problem: Problem, budget_bytes: int | None, options: SolverOptions, gap: float = 0.0
+) -> Plan:
+    """The plan of least time within the budget, or of least peak where none fits.
+
+    ``gap`` is a part of the time of store-all: a plan so near to its bound is not worked on; after
+    some rounds, nor is one that is twice as far.
+    """
     deadline = Deadline(options.time_limit_s)
     if budget_bytes is None or replay(problem, store_all(problem)).peak_bytes <= budget_bytes:
-        return make_plan(
-            problem,
-            store_all(problem),
-            NAME,
-            budget_bytes=budget_bytes,
-            seconds=deadline.seconds(),
-            peak_bound_bytes=peak_bound(build_model(problem)),
-        )
+        steps, seconds = store_all(problem), deadline.seconds()
+        return make_plan(problem, steps, NAME, budget_bytes=budget_bytes, seconds=seconds)
     front = greedy.quick_front(problem, budget_bytes, options)
     if front.best(budget_bytes) is None:
         known = replace(greedy.whole_front(problem, options), seconds=0.0)  # the deadline has them
-        return improved(known, budget_bytes, options, deadline)
-    return _refined(front, None, budget_bytes, options, deadline)
+        return improved(known, budget_bytes, options, deadline, gap)
+    return _refined(front, None, budget_bytes, options, deadline, gap)
 
 
 def improved(
-    known: greedy.GreedyFront, budget_bytes: int | None, options: SolverOptions, deadline: Deadline
+    known: greedy.GreedyFront,
+    budget_bytes: int,
+    options: SolverOptions,
+    deadline: Deadline,
+    gap: float = 0.0,
 ) -> Plan:
     """The best plan from what the greedy solver found."""
-    plan, problem = known.choose(budget_bytes), known.front.model.problem
-    if budget_bytes is None or plan.time_us <= problem.base_time_us:
-        return replace(plan, solver=NAME, budget_bytes=budget_bytes)
     front = replace(known.front, entries=[*known.front.entries])
-    return _refined(front, known, budget_bytes, options, deadline)
+    return _refined(front, known, budget_bytes, options, deadline, gap)
 
 
 def _refined(
@@ -72,12 +73,12 @@ def _refined(
     budget_bytes: int,
     options: SolverOptions,
     deadline: Deadline,
+    gap: float,
 ) -> Plan:
     """The best plan of all rounds, and of the greedy solver where the first ones do not do."""
     problem = front.model.problem
-    near_us = options.gap * problem.base_time_us
     before = 0.0 if known is None else known.seconds
-    refinement = Refinement.at_the_peak(front, budget_bytes, deadline, near_us)
+    refinement = Refinement(front, budget_bytes, deadline, gap * problem.base_time_us)
     for number, state in enumerate(refinement.rounds(), start=1):
         front.offer(state)
         if state.max_peak() > budget_bytes:
@@ -118,7 +119,7 @@ def time_bound(problem: Problem, budget_bytes: int, options: SolverOptions) -> f
     """Microseconds that every schedule within the budget takes; infinite if there is none."""
     front = ParetoFront(build_model(problem))
     front.offer(StageSchedule(front.model))
-    refinement = Refinement.at_the_peak(front, budget_bytes, Deadline(options.time_limit_s))
+    refinement = Refinement(front, budget_bytes, Deadline(options.time_limit_s))
     next(refinement.rounds(), None)
     return max(refinement.bound_us, problem.base_time_us)
 
@@ -136,23 +137,17 @@ def apart(places: Iterable[int], length: int) -> list[int]:
 
 @dataclass
 class Refinement:
-    """The program points so far, and the bound that is proven."""
+    """The program points so far, at first the highest stage of store-all; the bound proven."""
 
     front: ParetoFront
     budget: int
     deadline: Deadline
-    points: set[int]
     near_us: float = 0.0
     """A plan so near to the bound is good enough."""
     bound_us: float = 0.0
 
-    @staticmethod
-    def at_the_peak(
-        front: ParetoFront, budget: int, deadline: Deadline, near_us: float = 0.0
-    ) -> Refinement:
-        """The one point to begin with: the highest stage of store-all."""
-        peak = int(StageSchedule(front.model).peak.argmax())
-        return Refinement(front, budget, deadline, {peak}, near_us)
+    def __post_init__(self) -> None:
+        self.points = {int(StageSchedule(self.front.model).peak.argmax())}
 
     def proven(self) -> bool:
         """Whether the best plan so far is as good as the bound, or near enough to it."""

@@ -128,7 +128,7 @@ class Hierarchy:
             if level is not None:
                 self.fill(front, level, budget, 1)
             else:
-                rounds = Refinement.at_the_peak(front, budget, self.plans.deadline).rounds()
+                rounds = Refinement(front, budget, self.plans.deadline).rounds()
                 for state in islice(rounds, 3):
                     front.offer(state)
 
