@@ -42,7 +42,7 @@ TOKEN, GET = " on the host", "fetch "
 
 def movable(problem: Problem) -> dict[str, int]:
     """Ops all of whose values may move, with the bytes of these."""
-    if problem.copies is not None and problem.copies.only_host:
+    if problem.copies is None or problem.copies.only_host:
         return {}
     fixed = {*problem.resident, *problem.outputs, *problem.host}
     sizes = problem.bytes_of

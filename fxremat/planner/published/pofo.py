@@ -39,7 +39,6 @@ from fxremat.core.timeline import Timeline, replay, transfer_us
 from fxremat.planner import constants
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.indexed_problem import IndexedProblem
-from fxremat.planner.moves.offload import least_bytes
 from fxremat.planner.moves.transfers import Fetch, Item, place
 from fxremat.planner.plans import make_plan, not_beaten, rank
 from fxremat.planner.published import rotor
@@ -85,14 +84,7 @@ def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) ->
         search = _PofoSearch(problem, copies, budget_bytes, deadline, replay(problem, steps))
         search.run()
         steps = search.best.steps
-    return make_plan(
-        problem,
-        steps,
-        NAME,
-        budget_bytes=budget_bytes,
-        seconds=deadline.seconds(),
-        peak_bound_bytes=least_bytes(problem),
-    )
+    return make_plan(problem, steps, NAME, budget_bytes=budget_bytes, seconds=deadline.seconds())
 
 
 @dataclass
