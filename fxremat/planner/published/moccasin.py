@@ -49,18 +49,10 @@ BYTE_PARTS, TIME_PARTS = 1 << 24, 1 << 40
 """Parts into which budget and base time are divided at most: CP-SAT computes in integers."""
 
 
-class NotInstalled(ProblemRefused, ImportError):
-    """OR-Tools is missing."""
-
-
-class Failed(ProblemRefused, RuntimeError):
-    """The process of CP-SAT came to a bad end."""
-
-
 def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) -> Plan:
     """The best plan found with few runs of each op."""
     if importlib.util.find_spec("ortools") is None:
-        raise NotInstalled(
+        raise ProblemRefused(
             f"solver {NAME!r} needs OR-Tools. What to do: pip install 'fxremat[cpsat]', "
             "or use another solver"
         )
@@ -130,7 +122,7 @@ def _answers(question: dict[str, Any], deadline: Deadline) -> Iterator[list[Extr
             yield from _talk(process, question)
             if process.wait() != 0 and deadline.running():
                 said = "" if process.stderr is None else process.stderr.read()
-                raise Failed(
+                raise ProblemRefused(
                     f"solver {NAME!r} failed; use another solver. CP-SAT's process said:\n{said}"
                 )
         finally:

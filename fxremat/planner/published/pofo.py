@@ -59,18 +59,14 @@ from fxremat.planner.solvers import ProblemRefused, SolverOptions
 NAME = "pofo"
 
 
-class LivesOnHost(ProblemRefused, ValueError):
-    """The problem has values that live in host memory; this solver sends activations only."""
-
-
 def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) -> Plan:
     """The fastest plan found within the budget, or that of least peak where none fits.
 
     Never slower than Rotor's plan, and that one where nothing may move. Raises `NotAChain` for a
-    problem that is not a chain of blocks, `LivesOnHost` for one with weights in host memory.
+    problem that is not a chain of blocks, `ProblemRefused` for one with weights in host memory.
     """
     if problem.host:
-        raise LivesOnHost(
+        raise ProblemRefused(
             f"{problem.host[0]} lives in host memory, and the solver 'pofo' moves activations "
             "only. Use the solver 'auto', which takes any problem."
         )
