@@ -18,12 +18,14 @@ from fxremat.planner import constants
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.indexed_problem import IndexedProblem, build_model
 from fxremat.planner.local.editable_schedule import descend_from_store_all
-from fxremat.planner.local.stage_schedule import ParetoFront, steps_of
+from fxremat.planner.local.stage_schedule import ExtraRun, ParetoFront, steps_of
 from fxremat.planner.plans import not_beaten
 
 PAUSE = "pause"
 Steps = tuple[int, ...]
 """The ops of a part's backward, with forward ops between them that run again."""
+MayRerun = Callable[[int], bool]
+"""Whether an op of the forward may run again."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ class Part:
             rows.append((*own, reads, writes, pairs))
         return tuple(rows)
 
-    def problem(self, pause_bytes: int, may_rerun: Callable[[int], bool]) -> Problem:
+    def problem(self, pause_bytes: int, may_rerun: MayRerun) -> Problem:
         """The problem of these ops alone, with so many bytes needed between the two halves.
 
         What stays is an output, or resident. ``may_rerun`` says which forward ops may run again.
@@ -90,12 +92,11 @@ class Part:
     def schedules(
         self,
         values: Iterable[int],
-        may_rerun: Callable[[int], bool],
+        may_rerun: MayRerun,
         deadline: Deadline,
         improve: Callable[[ParetoFront], None] = lambda front: None,
     ) -> Iterator[Steps]:
         """What evictions find for the part alone, with pauses that need up to all the values."""
-        ops = (*self.forward, -1, *self.backward)
         own = max(self.model.own_bytes[op] for op in self.ops)
         whole = self.model.size_of(values) + own
         for pause in constants.HALVES:
@@ -107,9 +108,13 @@ class Part:
             descend_from_store_all(front, 0, repeat(work), deadline)
             improve(front)
             for entry in reversed(front.entries):
-                steps = steps_of(model.n, entry.runs())
-                after = steps.index(len(self.forward)) + 1
-                yield tuple(ops[k] for k in steps[after:])
+                yield self.backward_with(entry.runs())
+
+    def backward_with(self, runs: Iterable[ExtraRun]) -> Steps:
+        """What follows the pause in a schedule of the part alone that has these extra runs."""
+        ops = (*self.forward, -1, *self.backward)
+        steps = steps_of(len(ops), runs)
+        return tuple(ops[k] for k in steps[steps.index(len(self.forward)) + 1 :])
 
 
 def _op(model: IndexedProblem, op: int, phase: Phase, repeatable: bool) -> Op:
