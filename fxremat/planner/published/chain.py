@@ -355,17 +355,15 @@ class OptionCost:
 
 @dataclass(frozen=True)
 class BlockCost:
-    """A block: bytes of the value that enters, the forward that holds only the one that leaves.
+    """A block: bytes of the value that enters, and of the fixed values in front of its backward.
 
-    ``early`` are the bytes that stay until the turn whatever the block holds. ``gap`` are those
-    of the fixed values in front of the backward.
+    ``unsaved`` is the forward that holds only the value that leaves, and what stays until the turn
+    whatever the block holds.
     """
 
     enters: int
-    early: int
     gap: int
-    first_unsaved: BlockRun
-    rerun_unsaved: BlockRun
+    unsaved: OptionCost
     options: tuple[OptionCost, ...]
 
 
@@ -376,17 +374,14 @@ def store_all(block: Block) -> Steps:
 
 def block_costs(chain: Chain, options: Sequence[Sequence[Steps]]) -> tuple[BlockCost, ...]:
     """The costs of every block's options."""
-    return tuple(_block_cost(chain, *pair) for pair in zip(chain.blocks, options, strict=True))
-
-
-def _block_cost(chain: Chain, block: Block, options: Sequence[Steps]) -> BlockCost:
-    return BlockCost(
-        enters=0 if block.enters is None else chain.model.bytes[block.enters],
-        early=chain.model.size_of(block.early),
-        gap=chain.before[block.backward.start],
-        first_unsaved=_run(chain, block, block.forward, block.left | block.early),
-        rerun_unsaved=_again(chain, block, block.left),
-        options=tuple(option_cost(chain, block, option) for option in options),
+    return tuple(
+        BlockCost(
+            enters=0 if block.enters is None else chain.model.bytes[block.enters],
+            gap=chain.before[block.backward.start],
+            unsaved=option_cost(chain, block, ()),
+            options=tuple(option_cost(chain, block, option) for option in its),
+        )
+        for block, its in zip(chain.blocks, options, strict=True)
     )
 
 

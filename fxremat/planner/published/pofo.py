@@ -315,7 +315,7 @@ class ChainQuestion:
             before += part[:turn]
             after.append(part[turn:])
             for cost in self.segments.costs[each.i : each.j + 1] if each.choice != REST else ():
-                before += cost.first_unsaved.steps
+                before += cost.unsaved.first.steps
             enters = self.chain.blocks[each.i].enters
             if each.choice == SEND_AND_RECOMPUTE and enters is not None:
                 sent.add(enters)

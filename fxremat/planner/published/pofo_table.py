@@ -254,9 +254,9 @@ class Programme:
         """
         table = self.segments
         time = table.times[1][i : stop + 1] - table.times[1][i]
-        needs = np.array([float(cost.first_unsaved.whole) for cost in table.costs[i:stop]])
+        needs = np.array([float(cost.unsaved.first.whole) for cost in table.costs[i:stop]])
         needs += table.early[i:stop] - table.early[i]
-        needs[0] = table.costs[i].first_unsaved.apart + leaves
+        needs[0] = table.costs[i].unsaved.first.apart + leaves
         gone = time[:-1] * self.copies.to_host
         gone[0] = out * self.copies.to_host
         worst, lag = np.maximum.accumulate(needs), np.maximum.accumulate(needs - gone)

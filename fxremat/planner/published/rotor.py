@@ -114,7 +114,7 @@ class Table:
     def _unsaved(self, j: int) -> list[BlockRun]:
         """The runs of all blocks that hold nothing, where block j is the last one."""
         first = j == self.count - 1
-        return [cost.first_unsaved if first else cost.rerun_unsaved for cost in self.costs]
+        return [cost.unsaved.first if first else cost.unsaved.again for cost in self.costs]
 
     def _prepare(self) -> None:
         """Sums over the forward runs that hold nothing.
@@ -124,7 +124,7 @@ class Table:
         """
         both = self._unsaved(-1), self._unsaved(self.count - 1)
         self.times = [np.cumsum([0.0, *(run.time for run in runs)]) for runs in both]
-        self.early = np.cumsum([0, *(cost.early for cost in self.costs)])
+        self.early = np.cumsum([0, *(cost.unsaved.held_first for cost in self.costs)])
         self.skip_needs = np.zeros((2, self.count, self.count))
         for first, runs in enumerate(both):
             for i in range(self.count):
