@@ -166,7 +166,7 @@ def some_problems() -> st.SearchStrategy[Problem]:
 
 def level_of(model: IndexedProblem, count: int) -> Level:
     """Clusters with all options that there are to find."""
-    hierarchy, parts = Hierarchy(PartPlans(Deadline(None))), decompose(model, count)
+    hierarchy, parts = Hierarchy(Deadline(None)), decompose(model, count)
     return Level(parts, [hierarchy.options(part) for part in parts])
 
 
@@ -193,11 +193,11 @@ def test_a_level_is_a_problem(data: st.DataObject) -> None:
 
 
 def test_clusters_of_one_shape_are_solved_once() -> None:
-    hierarchy, model = Hierarchy(PartPlans(Deadline(None))), build_model(chains.blocks(12))
+    hierarchy, model = Hierarchy(Deadline(None)), build_model(chains.blocks(12))
     level = hierarchy.level(model)
     assert level is not None
     with_backward = [its for its in level.clusters if its.backward]
-    assert 0 < len(hierarchy.plans.found) < len(with_backward)
+    assert 0 < len(hierarchy.found) < len(with_backward)
 
 
 def test_shapes_tell_what_matters() -> None:

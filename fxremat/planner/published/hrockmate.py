@@ -10,7 +10,6 @@ again. Large clusters are cut again, down to those that the solver `moments` tak
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 
@@ -50,7 +49,7 @@ def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) ->
         front = ParetoFront(model)
         front.offer(StageSchedule(model, without_unread(model, call.runs)))
         call.tell(None)
-        hierarchy = Hierarchy(PartPlans(call.deadline))
+        hierarchy = Hierarchy(call.deadline)
         level = hierarchy.level(model)
         if level is not None:
             hierarchy.fill(front, level, budget_bytes, ROUNDS)
@@ -60,11 +59,8 @@ def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) ->
     return call.plan()
 
 
-@dataclass(frozen=True)
-class Hierarchy:
+class Hierarchy(PartPlans):
     """Plans for graphs of any size; the options of each distinct cluster are found once."""
-
-    plans: PartPlans
 
     def fill(self, front: ParetoFront, level: Level, budget: int, tries: int) -> None:
         """Offer the schedules of a level for the budget, and for what it really turns out to be.
@@ -73,7 +69,7 @@ class Hierarchy:
         """
         room, model = budget, front.model
         for _ in range(tries):
-            steps = model.names(level.steps(room, self.plans.deadline))
+            steps = model.names(level.steps(room, self.deadline))
             if not steps:
                 room += int((1 - constants.LESS) * budget)
                 continue
@@ -106,14 +102,14 @@ class Hierarchy:
 
     def options(self, part: Part) -> list[Steps]:
         """Store-all and the others that are worth a choice; none without a backward."""
-        return self.plans.of(part, lambda: self._search(part)) if part.backward else []
+        return self.of(part, lambda: self._search(part)) if part.backward else []
 
     def _search(self, part: Part) -> list[Steps]:
         """Schedules of the cluster's own problem, for several pauses and budgets."""
         model = part.model
         written = {v for op in part.forward for v in model.writes[op] if model.evictable(v)}
         repeatable = model.repeatable.__getitem__
-        found = part.schedules(written, repeatable, self.plans.deadline, self._improve)
+        found = part.schedules(written, repeatable, self.deadline, self._improve)
         return worth_a_choice(found, partial(_figures, part), GRID)
 
     def _improve(self, front: ParetoFront) -> None:
@@ -123,12 +119,12 @@ class Hierarchy:
         level = self.level(model) if turn_of(model) + 1 > constants.FEW_OPS else None
         for part in (0.75, 0.5, 0.25, 0.0):
             budget = least + int(part * (most - least))
-            if not self.plans.deadline.running():
+            if not self.deadline.running():
                 break
             if level is not None:
                 self.fill(front, level, budget, 1)
             else:
-                rounds = Refinement(front, budget, self.plans.deadline).rounds()
+                rounds = Refinement(front, budget, self.deadline).rounds()
                 for state in islice(rounds, 3):
                     front.offer(state)
 
