@@ -102,15 +102,14 @@ class Decision:
     slots: int
 
 
-@dataclass(frozen=True)
-class _End:
+class _End(NamedTuple):
     """An answer: the state it ends in, in front of a block that is left to Rotor, if any."""
 
     added: float
     block: int
     x: int
     state: int
-    rest: Decision | None
+    slots: int
 
 
 class Programme:
@@ -150,8 +149,8 @@ class Programme:
         for end in sorted(self.ends, key=lambda end: end.added):
             ends.setdefault((end.block, end.x, end.state), end)
         for end in [*ends.values()][:most]:
-            out = [] if end.rest is None else [end.rest]
-            block, x, at = end.block, end.x, end.state
+            _, block, x, at, slots = end
+            out = [Decision(block, self.count - 1, x, REST, slots)] if block < self.count else []
             while block:
                 here, last = self.states[block][x], block - 1
                 choice, slots = int(here.choice[at]), int(here.slots[at])
@@ -168,7 +167,8 @@ class Programme:
             self.states[i][x] = states
             if i == self.count:
                 for part in (1.0, 0.0):
-                    self._end(i, x, states.added + part * states.leaving + states.coming)
+                    added = states.added + part * states.leaving + states.coming
+                    self._end(i, x, added, states.slots)
                 continue
             self._rest(i, x, states)
             self._run(i, x, states)
@@ -281,14 +281,12 @@ class Programme:
                 waits += np.maximum(states.coming - back * least, 0.0)
                 self._end(i, x, states.added + takes - base + waits, slots)
 
-    def _end(self, i: int, x: int, added: Row, slots: Index | None = None) -> None:
+    def _end(self, i: int, x: int, added: Row, slots: Index) -> None:
         """Note the best answers that end in these states."""
         for at in map(int, np.argsort(added, kind="stable")[:3]):
             time = float(added[at])
             if time <= self.most_added and time < np.inf:
-                last = self.count - 1
-                rest = None if slots is None else Decision(i, last, x, REST, int(slots[at]))
-                self.ends.append(_End(time, i, x, at, rest))
+                self.ends.append(_End(time, i, x, at, int(slots[at])))
 
     def _slots(self, nbytes: Row) -> Index:
         """Slots of Rotor's table that so many bytes are."""
