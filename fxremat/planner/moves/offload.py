@@ -28,6 +28,7 @@ from fxremat.core.plan import Plan
 from fxremat.core.problem import Op, Problem, Value
 from fxremat.core.schedule import ops_of
 from fxremat.core.timeline import Timeline, transfer_us
+from fxremat.core.variants import run_once
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.indexed_problem import build_model, peak_bound
 from fxremat.planner.local import greedy
@@ -186,9 +187,13 @@ def solve(
     alone = search.offer(search.by_rule(ALONE), solver)
     if budget_bytes is None or alone <= (0, problem.base_time_us):
         return search.plan()
-    relaxed = relax(problem, budget_bytes, search.deadline)
-    candidates = [search.by_rule(rule) for rule in _rules_for(problem)]
-    if relaxed.fetched and movable(problem):
+    relaxed, can = relax(problem, budget_bytes, search.deadline), movable(problem)
+    rules = [*MOVE_RULES] if can else []
+    if problem.host:
+        # Their transfers keep the engine busy without any other, so a fetch costs what it takes.
+        rules += [replace(rule, price=1.0) for rule in (ALONE, *rules[:1])]
+    candidates = [search.by_rule(rule) for rule in rules]
+    if relaxed.fetched and can:
         candidates.insert(0, search.priced(_writers(problem, relaxed.fetched)))
     ranked: list[tuple[tuple[int, float], Problem]] = []
     for candidate in candidates:
@@ -196,25 +201,15 @@ def solve(
         if search.is_within(relaxed.bound_us):
             break
     best = [min(ranked, key=lambda pair: pair[0])[1]] if ranked else []
-    nothing_again = [search.by_rule(ONLY_MOVES)] if movable(problem) else []
-    if movable(problem) and not search.is_within(relaxed.bound_us):
-        once = replace(problem, ops=tuple(replace(op, repeatable=False) for op in problem.ops))
-        fetched = _writers(problem, relax(once, budget_bytes, search.deadline).fetched)
-        nothing_again.insert(0, search.priced(fetched, recompute=False))
+    nothing_again = [search.by_rule(ONLY_MOVES)] if can else []
+    if can and not search.is_within(relaxed.bound_us):
+        once = relax(run_once(problem), budget_bytes, search.deadline)
+        nothing_again.insert(0, search.priced(_writers(problem, once.fetched), recompute=False))
     for candidate in (*best, *nothing_again):
         if search.is_within(relaxed.bound_us):
             break
         search.offer(candidate, solver)
     return search.plan(relaxed.bound_us)
-
-
-def _rules_for(problem: Problem) -> list[MoveRule]:
-    """The rules that are tried for a problem."""
-    rules = [*MOVE_RULES] if movable(problem) else []
-    if problem.host:
-        # Their transfers keep the engine busy without any other, so a fetch costs what it takes.
-        rules += [replace(rule, price=1.0) for rule in (ALONE, *rules[:1])]
-    return rules
 
 
 def _writers(problem: Problem, values: Iterable[str]) -> set[str]:
