@@ -104,7 +104,7 @@ class Milp:
         self,
         deadline: Deadline,
         *,
-        nodes: int | None = None,
+        nodes: int = highspy.kHighsIInf,
         gap: float = TOLERANCE,
         absolute_gap: float = 0.0,
         start: Sequence[float] | npt.NDArray[np.float64] | None = None,
@@ -124,16 +124,13 @@ class Milp:
         highs = highspy.Highs()  # type: ignore[no-untyped-call]
         options: dict[str, bool | int | float] = {
             "output_flag": False,
-            "log_to_console": False,
             "threads": 1,
             "mip_rel_gap": gap,
             "mip_abs_gap": absolute_gap,
             "mip_allow_restart": self.may_restart,
+            "mip_max_nodes": nodes,
+            "time_limit": max(0.0, deadline.left()),
         }
-        if nodes is not None:
-            options["mip_max_nodes"] = nodes
-        if deadline.left() < FREE:
-            options["time_limit"] = max(0.0, deadline.left())
         for name, value in options.items():
             highs.setOptionValue(name, value)
         highs.passModel(self._lp())
@@ -160,7 +157,7 @@ class Milp:
         Its bound is that of the relaxation. This is relaxation enforced neighbourhood search
         (Berthold, "RENS", Mathematical Programming Computation 2014).
         """
-        relaxed = self.relaxed(deadline)
+        relaxed = replace(self, integer=[False] * len(self.integer)).solve(deadline)
         if relaxed.values is None:
             return relaxed
         low, high = list(self.low), list(self.high)
@@ -169,13 +166,7 @@ class Milp:
                 low[column] = high[column] = round(value)
         near = replace(self, low=low, high=high)
         found = near.solve(deadline, nodes=nodes, gap=gap, absolute_gap=absolute_gap)
-        if found.values is None:
-            return Solution(None, FREE, relaxed.bound)
-        return Solution(found.values, found.objective, relaxed.bound)
-
-    def relaxed(self, deadline: Deadline) -> Solution:
-        """The optimum of the linear relaxation: all columns continuous."""
-        return replace(self, integer=[False] * len(self.integer)).solve(deadline)
+        return replace(found, bound=relaxed.bound)
 
     def _lp(self) -> highspy.HighsLp:
         lp = highspy.HighsLp()
