@@ -26,6 +26,7 @@ class IndexedProblem:
     """
 
     problem: Problem
+    value_names: list[str]
     n: int
     time: list[float]
     workspace: list[int]
@@ -37,12 +38,6 @@ class IndexedProblem:
     writer: list[int]
     is_output: list[bool]
     inputs: tuple[int, ...]
-
-    @cached_property
-    def value_names(self) -> list[str]:
-        """The name of each value."""
-        resident = set(self.problem.resident)
-        return [value.name for value in self.problem.values if value.name not in resident]
 
     @cached_property
     def last_reads(self) -> list[int]:
@@ -141,6 +136,7 @@ def build_model(problem: Problem) -> IndexedProblem:
     outputs = set(problem.outputs)
     return IndexedProblem(
         problem=problem,
+        value_names=names,
         n=len(problem.ops),
         time=[op.time_us for op in problem.ops],
         workspace=[op.workspace_bytes for op in problem.ops],
@@ -171,32 +167,19 @@ def peak_bound(model: IndexedProblem) -> int:
     The bound is the largest such sum. With another order of the first runs fewer outputs might be
     live at the worst op, so the bound is proven for base order only.
     """
+    sizes, ops, evictable = model.bytes, range(model.n), model.evictable
     last = [max(read, op, 0) for read, op in zip(model.last_reads, model.writer, strict=True)]
-    spans = [_span(model, value, until) for value, until in enumerate(last)]
-    known = ((*span, size) for span, size in zip(spans, model.bytes, strict=True) if span)
-    pinned, floor = live_bytes(known, model.n), model.problem.resident_bytes
-    own = (_own_bytes(model, op, spans, last) for op in range(model.n))
-    return floor + max(map(add, pinned, own), default=0)
-
-
-def _span(model: IndexedProblem, value: int, last: int) -> tuple[int, int] | None:
-    """The stages, first and stop, at which the value is certainly live; None if none is certain."""
-    if model.evictable(value):
-        return None
-    return max(model.writer[value], 0), model.n if model.is_output[value] else last + 1
-
-
-def _own_bytes(
-    model: IndexedProblem, op: int, spans: Sequence[tuple[int, int] | None], last: Sequence[int]
-) -> int:
-    """Bytes of the op itself that are not among the certain ones already."""
-    size = model.workspace[op]
-    for value in (*model.reads[op], *model.writes[op]):
-        span = spans[value]
-        if span is None or not span[0] <= op < span[1]:
-            size += model.bytes[value]
-    # A pair may be taken over in place only if its read can die here.
-    for read, write in model.inplace[op]:
-        if model.evictable(read) or last[read] <= op:
-            size -= min(model.bytes[read], model.bytes[write])
-    return size
+    spans = [
+        (max(op, 0), model.n if model.is_output[value] else last[value] + 1, sizes[value])
+        for value, op in enumerate(model.writer)
+        if not evictable(value)
+    ]
+    touched = ((op, v) for op in ops for v in (*model.reads[op], *model.writes[op]) if evictable(v))
+    live = live_bytes((*spans, *((op, op + 1, sizes[value]) for op, value in touched)), model.n)
+    highest = 0
+    for op, pairs in enumerate(model.inplace):
+        # A pair may be taken over in place only if its read can die here.
+        over = (pair for pair in pairs if evictable(pair[0]) or last[pair[0]] <= op)
+        shared = sum(min(sizes[read], sizes[write]) for read, write in over)
+        highest = max(highest, live[op] + model.workspace[op] - shared)
+    return model.problem.resident_bytes + highest
