@@ -63,6 +63,9 @@ def improved(
     gap: float = 0.0,
 ) -> Plan:
     """The best plan from what the greedy solver found."""
+    plan = known.choose(budget_bytes)
+    if plan.time_us <= known.front.model.problem.base_time_us:
+        return replace(plan, solver=NAME, budget_bytes=budget_bytes)
     front = replace(known.front, entries=[*known.front.entries])
     return _refined(front, known, budget_bytes, options, deadline, gap)
 
