@@ -288,10 +288,6 @@ class EditableSchedule:
             self.change((), runs)
             runs = unread_after(self.state, runs)
 
-    def remove_unread(self, runs: tuple[ExtraRun, ...]) -> None:
-        """Leave out those of the runs that nothing reads."""
-        self.remove_runs(tuple(run for run in runs if not self.state.is_read(run)))
-
     def keep_what_fits(self, limit: int, runs: Iterable[ExtraRun] | None = None) -> None:
         """Leave out every extra run without which the peak stays within the limit.
 

@@ -23,7 +23,6 @@ from fxremat.planner.local.greedy import extra_runs
 from fxremat.planner.local.ruin_and_repair import polish
 from fxremat.planner.local.stage_schedule import ParetoFront, StageSchedule
 from fxremat.planner.milp.moments import Refinement
-from fxremat.planner.plans import make_plan, rank
 from fxremat.planner.published.clusters import Cluster, Level, decompose, turn_of
 from fxremat.planner.published.known_schedule import Incumbent, without_unread
 from fxremat.planner.published.parts import (
@@ -54,8 +53,7 @@ def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) ->
         if level is not None:
             hierarchy.fill(front, level, budget_bytes, ROUNDS)
         polish(front, budget_bytes, call.deadline)
-        found = make_plan(problem, front.steps(front.choose(budget_bytes)), NAME)
-        call.best = min(call.best, found, key=lambda plan: rank(plan, budget_bytes))
+        call.keep_if_better(front.steps(front.choose(budget_bytes)))
     return call.plan()
 
 

@@ -54,13 +54,11 @@ class Incumbent:
         return self.is_fastest()
 
     def keep_if_better(self, steps: Sequence[str]) -> bool:
-        """Keep a schedule if replay says that it fits, and that it is better than the best."""
+        """Keep a schedule if replay says that it is better than the best."""
         plan = make_plan(self.model.problem, steps, self.name)
-        over = self.budget is not None and plan.peak_bytes > self.budget
-        if over or (self.fits() and plan.time_us >= self.best.time_us):
-            return False
-        self.best = plan
-        return True
+        better = rank(plan, self.budget) < rank(self.best, self.budget)
+        self.best = plan if better else self.best
+        return better
 
     def tell(self, bound_us: float | None) -> None:
         """Report the progress to who asked for it."""

@@ -43,7 +43,7 @@ Row = npt.NDArray[np.float64]
 Index = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 Column = npt.NDArray[Any]
-Slots = tuple[int, int, int, int]
+Slots = tuple[int, ...]
 RECOMPUTE, SEND_AND_RECOMPUTE, REST = -1, -2, -3
 """Decisions that are no way of a block: `REST` leaves all further blocks to Rotor."""
 
@@ -297,13 +297,11 @@ class Programme:
 
     def _best(self, states: States) -> States:
         """The states that stay with so many slots that they are not too many."""
-        kept, leaving, coming, sent = constants.SLOTS
-        slots = (kept, leaving, coming, sent if self.capped else 1)
+        slots: Slots = constants.SLOTS if self.capped else (*constants.SLOTS[:3], 1)
         found = self._fronts(states, slots)
         while (count := len(found.added)) > constants.MOST_STATES:
             part = (constants.MOST_STATES / count) ** (1 / len(slots))
-            kept, leaving, coming, sent = (max(1, int(part * number)) for number in slots)
-            slots = (kept, leaving, coming, sent)
+            slots = tuple(max(1, int(part * number)) for number in slots)
             found = self._fronts(found, slots)
         return found
 

@@ -81,9 +81,7 @@ class Table:
     def levels(self) -> list[int]:
         """The slots at which less time is enough, from many to few."""
         row = self.best[PAY, 0, self.count - 1]
-        drops = np.flatnonzero(row[1:] < row[:-1]) + 1
-        first = [0] if np.isfinite(row[0]) else []
-        return [int(m) for m in drops[::-1]] + first
+        return [int(m) for m in np.flatnonzero(row < np.append(np.inf, row[:-1]))[::-1]]
 
     def steps(self, slots: int) -> list[int]:
         """The ops of the best schedule within so many slots."""
