@@ -79,14 +79,12 @@ def _cluster(
 ) -> Cluster:
     end = max(forward.stop, backward.stop)
 
-    def role(value: int) -> str:
-        return "local" if value in local else "made" if value in makes else "outside"
-
     def stays(value: int) -> bool:
         kept = model.is_output[value] or model.last_reads[value] >= end
         return kept and not model.evictable(value)
 
-    return Cluster(model, forward, backward, frozenset(local), role, stays, frozenset(makes))
+    its = frozenset(local), frozenset(makes)
+    return Cluster(model, forward, backward, its[0], its, stays, its[1])
 
 
 def turn_of(model: IndexedProblem) -> int:

@@ -8,7 +8,7 @@ planned once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import repeat
@@ -32,15 +32,15 @@ MayRerun = Callable[[int], bool]
 class Part:
     """Two stretches of the ops of a model.
 
-    ``local`` are the values that may be freed and that only these ops touch. ``role`` says what
-    any value is to the part, ``stays`` which ones are there after it as well.
+    ``local`` are the values that may be freed and that only these ops touch. ``marks`` are sets of
+    values that differ in what they are to the part, ``stays`` says which are there after it, too.
     """
 
     model: IndexedProblem
     forward: range
     backward: range
     local: frozenset[int]
-    role: Callable[[int], Hashable]
+    marks: tuple[Set[int], ...]
     stays: Callable[[int], bool]
 
     @property
@@ -60,7 +60,8 @@ class Part:
             for value in (*model.reads[op], *model.writes[op]):
                 if value not in number:
                     number[value] = len(number)
-                    rows.append((model.bytes[value], self.role(value), self.stays(value)))
+                    marks = (value in its for its in self.marks)
+                    rows.append((model.bytes[value], *marks, self.stays(value)))
             pairs = tuple((number[read], number[write]) for read, write in model.inplace[op])
             reads = tuple(number[value] for value in model.reads[op])
             writes = tuple(number[value] for value in model.writes[op])

@@ -47,13 +47,11 @@ et al., whose class has ``nb_budget_save=10``)."""
 def part_of(chain: Chain, block: Block) -> Part:
     """The block, to be planned alone."""
 
-    def role(value: int) -> tuple[bool, bool, bool]:
-        return value in block.local, value == block.enters, value == block.leaves
-
     def stays(value: int) -> bool:
         return value in chain.spans and chain.spans[value][1] > block.backward.stop - 1
 
-    return Part(chain.model, block.forward, block.backward, block.local, role, stays)
+    marks = block.local, block.reach - block.local, block.left
+    return Part(chain.model, block.forward, block.backward, block.local, marks, stays)
 
 
 def block_options(chain: Chain, block: Block, plans: PartPlans) -> list[Steps]:
