@@ -50,8 +50,7 @@ def solve(
         return make_plan(problem, steps, NAME, budget_bytes=budget_bytes, seconds=seconds)
     front = greedy.quick_front(problem, budget_bytes, options)
     if front.best(budget_bytes) is None:
-        known = replace(greedy.whole_front(problem, options), seconds=0.0)  # the deadline has them
-        return improved(known, budget_bytes, options, deadline, gap)
+        return improved(greedy.whole_front(problem, options), budget_bytes, options, deadline, gap)
     return _refined(front, None, budget_bytes, options, deadline, gap)
 
 
@@ -80,7 +79,6 @@ def _refined(
 ) -> Plan:
     """The best plan of all rounds, and of the greedy solver where the first ones do not do."""
     problem = front.model.problem
-    before = 0.0 if known is None else known.seconds
     refinement = Refinement(front, budget_bytes, deadline, gap * problem.base_time_us)
     for number, state in enumerate(refinement.rounds(), start=1):
         front.offer(state)
@@ -105,7 +103,7 @@ def _refined(
         front.steps(front.choose(budget_bytes)),
         NAME,
         budget_bytes=budget_bytes,
-        seconds=before + deadline.seconds(),
+        seconds=deadline.seconds(),
         time_bound_us=None if none_fits else refinement.bound_us,
         peak_bound_bytes=max(least, budget_bytes + 1) if none_fits else least,
     )
