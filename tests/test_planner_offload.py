@@ -76,7 +76,7 @@ def test_without_room_a_value_comes_back_late() -> None:
     """The peak of 407 is at b2, which needs three values of the four: x1 must wait for it."""
     problem = chain_with_copies(3)
     items = moved_away(problem, "x1")
-    least = replay(problem, Route.of(problem, items).synchronous()).peak_bytes
+    least = replay(problem, Route(problem, items).synchronous()).peak_bytes
     line = place(problem, items, least)
     assert line.peak_bytes == least < full_peak(problem)
     assert line.timing.stall_us == 10.0
@@ -158,7 +158,7 @@ def test_random_fetches_are_placed_within_the_budget(
     items = data.draw(fetches(problem, problem.base_steps()))
     budget = data.draw(st.integers(0, 600))
     line = place(problem, items, budget)
-    least = replay(problem, Route.of(problem, items).synchronous()).peak_bytes
+    least = replay(problem, Route(problem, items).synchronous()).peak_bytes
     assert line.peak_bytes <= max(budget, least)
     assert check(problem, line.steps).ok
     assert ops_of(line.steps) == tuple(item for item in items if isinstance(item, str))

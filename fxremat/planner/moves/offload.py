@@ -183,7 +183,7 @@ def solve(
     chosen by quick plans; the solver then looks at that problem, and, as such plans are poor where
     only moves are left, at the one in which nothing else runs again.
     """
-    search = _MoveSearch(problem, budget_bytes, options, Deadline(options.time_limit_s))
+    search = _MoveSearch(problem, budget_bytes, options)
     alone = search.offer(search.by_rule(ALONE), solver)
     if budget_bytes is None or alone <= (0, problem.base_time_us):
         return search.plan()
@@ -220,27 +220,27 @@ def _writers(problem: Problem, values: Iterable[str]) -> set[str]:
 
 def quick(problem: Problem, budget_bytes: int | None, options: SolverOptions) -> Plan:
     """A plan to compare problems by, from the two choices that are mostly the best."""
-    search = _MoveSearch(problem, budget_bytes, options, Deadline(options.time_limit_s))
+    search = _MoveSearch(problem, budget_bytes, options)
     search.offer(search.by_rule(ALONE), greedy.quick)
     if budget_bytes is not None and movable(problem):
         search.offer(search.by_rule(MOVE_RULES[0]), greedy.quick)
     return search.plan()
 
 
-@dataclass
 class _MoveSearch:
     """The best schedule so far, the solver that it is from, and its rank: less is better."""
 
-    problem: Problem
-    budget: int | None
-    options: SolverOptions
-    deadline: Deadline
-    best: tuple[Timeline, str] | None = None
-    rank: tuple[int, float] = (sys.maxsize, math.inf)
-
-    def __post_init__(self) -> None:
-        assert self.problem.copies is not None
-        self.copies = self.problem.copies
+    def __init__(self, problem: Problem, budget: int | None, options: SolverOptions) -> None:
+        assert problem.copies is not None
+        self.problem, self.copies, self.budget, self.options = (
+            problem,
+            problem.copies,
+            budget,
+            options,
+        )
+        self.deadline = Deadline(options.time_limit_s)
+        self.best: tuple[Timeline, str] | None = None
+        self.rank: tuple[int, float] = (sys.maxsize, math.inf)
 
     def by_rule(self, rule: MoveRule) -> Problem:
         """The priced problem of a rule."""
