@@ -187,29 +187,30 @@ def solve(
     alone = search.offer(search.by_rule(ALONE), solver)
     if budget_bytes is None or alone <= (0, problem.base_time_us):
         return search.plan()
-    relaxed, can = relax(problem, budget_bytes, search.deadline), movable(problem)
+    search.bound_us, fetched = relax(problem, budget_bytes, search.deadline)
+    can = movable(problem)
     rules = [*MOVE_RULES] if can else []
     if problem.host:
         # Their transfers keep the engine busy without any other, so a fetch costs what it takes.
         rules += [replace(rule, price=1.0) for rule in (ALONE, *rules[:1])]
     candidates = [search.by_rule(rule) for rule in rules]
-    if relaxed.fetched and can:
-        candidates.insert(0, search.priced(_writers(problem, relaxed.fetched)))
+    if fetched and can:
+        candidates.insert(0, search.priced(_writers(problem, fetched)))
     ranked: list[tuple[tuple[int, float], Problem]] = []
     for candidate in candidates:
         ranked.append((search.offer(candidate, greedy.quick), candidate))
-        if search.is_within(relaxed.bound_us):
+        if search.is_done():
             break
     best = [min(ranked, key=lambda pair: pair[0])[1]] if ranked else []
     nothing_again = [search.by_rule(ONLY_MOVES)] if can else []
-    if can and not search.is_within(relaxed.bound_us):
-        once = relax(run_once(problem), budget_bytes, search.deadline)
-        nothing_again.insert(0, search.priced(_writers(problem, once.fetched), recompute=False))
+    if can and not search.is_done():
+        _, fetched = relax(run_once(problem), budget_bytes, search.deadline)
+        nothing_again.insert(0, search.priced(_writers(problem, fetched), recompute=False))
     for candidate in (*best, *nothing_again):
-        if search.is_within(relaxed.bound_us):
+        if search.is_done():
             break
         search.offer(candidate, solver)
-    return search.plan(relaxed.bound_us)
+    return search.plan()
 
 
 def _writers(problem: Problem, values: Iterable[str]) -> set[str]:
@@ -241,6 +242,8 @@ class _MoveSearch:
         self.deadline = Deadline(options.time_limit_s)
         self.best: tuple[Timeline, str] | None = None
         self.rank: tuple[int, float] = (sys.maxsize, math.inf)
+        self.bound_us = 0.0
+        """What is proven of every schedule within the budget."""
 
     def by_rule(self, rule: MoveRule) -> Problem:
         """The priced problem of a rule."""
@@ -276,12 +279,12 @@ class _MoveSearch:
             self.best, self.rank = (line, name), its_rank
         return its_rank
 
-    def is_within(self, time_us: float) -> bool:
-        """Whether there is no need to look on: the best fits and is so fast, or time is over."""
-        return self.rank <= (0, time_us) or not self.deadline.running()
+    def is_done(self) -> bool:
+        """Whether there is no need to look on: the best is as fast as can be, or time is over."""
+        return self.rank <= (0, self.bound_us) or not self.deadline.running()
 
-    def plan(self, bound_us: float | None = None) -> Plan:
-        """The best of all; ``bound_us`` is proven of every schedule within the budget."""
+    def plan(self) -> Plan:
+        """The best of all."""
         if self.best is None:
             raise ProblemRefused("values live in host memory, but the bandwidth is zero")
         line, name = self.best
@@ -292,7 +295,7 @@ class _MoveSearch:
             f"{name}+{NAME}" if moves else name,
             budget_bytes=self.budget,
             seconds=self.deadline.seconds(),
-            time_bound_us=None if bound_us is None else min(bound_us, line.time_us),
+            time_bound_us=min(self.bound_us, line.time_us),
             peak_bound_bytes=least_bytes(self.problem),
         )
 

@@ -29,22 +29,15 @@ from fxremat.planner.milp.highs import SCALE, Term, present
 from fxremat.planner.milp.relaxation import Relaxation
 
 
-@dataclass(frozen=True)
-class Relaxed:
+def relax(problem: Problem, budget_bytes: int, deadline: Deadline) -> tuple[float, set[str]]:
     """What every schedule within the budget takes, and which values come back in the cheapest.
 
-    ``bound_us`` is infinite if there is no schedule.
+    It is the relaxation at the highest step of store-all. The time in microseconds is infinite if
+    there is no schedule.
     """
-
-    bound_us: float
-    fetched: frozenset[str]
-
-
-def relax(problem: Problem, budget_bytes: int, deadline: Deadline) -> Relaxed:
-    """Solve the relaxation at the highest step of store-all."""
     model = build_model(problem)
     if not model.n:
-        return Relaxed(0.0, frozenset())
+        return 0.0, set()
     peak = int(StageSchedule(model).peak.argmax())
     relaxation = MovingRelaxation(model, budget_bytes, [peak])
     solution = relaxation.solve(deadline)
@@ -55,7 +48,7 @@ def relax(problem: Problem, budget_bytes: int, deadline: Deadline) -> Relaxed:
         for value, column in window.items()
         if solution.chosen(column)
     }
-    return Relaxed(bound, frozenset(fetched))
+    return bound, fetched
 
 
 @dataclass
