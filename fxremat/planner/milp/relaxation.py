@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from fxremat.planner import constants
 from fxremat.planner.deadline import Deadline
@@ -37,27 +37,19 @@ ALWAYS: Affine = (1.0, [])
 """The condition that holds whatever is chosen."""
 
 
-@dataclass
 class Relaxation:
     """The MILP of one budget and some program points, which are stages in order."""
 
-    model: IndexedProblem
-    budget: int
-    points: Sequence[int]
-    milp: Milp = field(default_factory=Milp)
-    held: list[dict[int, int | None]] = field(default_factory=list)
-    """Column of each value that may be live at the point; None where it must be."""
-    rerun: list[dict[int, int]] = field(default_factory=list)
-    overwritten: list[dict[int, int]] = field(default_factory=list)
-    """Column of each value that the first run at the point may write over."""
-    fits: bool = True
-
-    def __post_init__(self) -> None:
-        self.per_byte = SCALE / max(1, self.budget)
-        for stage in self.points:
-            self.held.append(self._held_at(stage))
-        for j in range(len(self.points)):
-            self.rerun.append(self._runs_after(j))
+    def __init__(
+        self, model: IndexedProblem, budget: int, points: Sequence[int], milp: Milp | None = None
+    ) -> None:
+        self.model, self.budget, self.points, self.milp = model, budget, points, milp or Milp()
+        self.per_byte, self.fits = SCALE / max(1, budget), True
+        self.held = [self._held_at(stage) for stage in points]
+        """Column of each value that may be live at the point; None where it must be."""
+        self.rerun = [self._runs_after(j) for j in range(len(points))]
+        self.overwritten = list[dict[int, int]]()
+        """Column of each value that the first run at the point may write over."""
         for j in range(len(self.points)):
             self._bytes_fit(j)
             self._first_runs_find_their_reads(j)

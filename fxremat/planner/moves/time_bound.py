@@ -18,14 +18,14 @@ window after it starts no sooner; stalls and repeats before and after are parts 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from fxremat.core.problem import Problem
 from fxremat.core.timeline import transfer_us
 from fxremat.planner.deadline import Deadline
-from fxremat.planner.indexed_problem import INPUT, build_model
+from fxremat.planner.indexed_problem import INPUT, IndexedProblem, build_model
 from fxremat.planner.local.stage_schedule import StageSchedule
-from fxremat.planner.milp.highs import SCALE, Term, present
+from fxremat.planner.milp.highs import SCALE, Milp, Term, present
 from fxremat.planner.milp.relaxation import Relaxation
 
 
@@ -51,37 +51,36 @@ def relax(problem: Problem, budget_bytes: int, deadline: Deadline) -> tuple[floa
     return bound, fetched
 
 
-@dataclass
 class MovingRelaxation(Relaxation):
     """The MILP of one budget and some program points, with moves."""
 
-    def __post_init__(self) -> None:
-        problem = self.model.problem
+    def __init__(self, model: IndexedProblem, budget: int, points: Sequence[int]) -> None:
+        problem, milp = model.problem, Milp()
         self.copies = problem.copies
         assert self.copies is not None
-        names = self.model.value_names
+        names = model.value_names
         host = set(problem.host)
         can_return = bool(self.copies.to_host and self.copies.to_device)
         self.may_move = [
-            not self.model.is_output[value]
+            not model.is_output[value]
             and (name in host or (not self.copies.only_host and can_return))
-            and (self.model.writer[value] != INPUT or name in host)
+            and (model.writer[value] != INPUT or name in host)
             for value, name in enumerate(names)
         ]
         self.lives_there = [name in host for name in names]
-        self.added = self.milp.real(cost=1.0, high=float("inf"))
+        self.added = milp.real(cost=1.0, high=float("inf"))
         self.fetch = [
             {
-                value: self.milp.binary()
-                for value, op in enumerate(self.model.writer)
-                if op <= stage < self.model.last_needs[value] and self.may_move[value]
+                value: milp.binary()
+                for value, op in enumerate(model.writer)
+                if op <= stage < model.last_needs[value] and self.may_move[value]
             }
-            for stage in self.points
+            for stage in points
         ]
-        super().__post_init__()
+        super().__init__(model, budget, points, milp)
         self.per_us = SCALE / max(problem.base_time_us, 1e-9)
         self._ops_take_time()
-        for j in range(len(self.points)):
+        for j in range(len(points)):
             self._engines_take_time(j)
 
     def _may_go(self, value: int) -> bool:
