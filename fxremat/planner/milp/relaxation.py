@@ -90,8 +90,8 @@ class Relaxation:
         """Whether nothing runs for the first time between point j and the next."""
         return self.points[j + 1] - self.points[j] == 1
 
-    def _other_sources(self, j: int, value: int) -> list[Term]:
-        """Other columns that bring the value in the window after point j; none here."""
+    def _other_sources(self, value: int) -> list[Term]:
+        """Other columns that bring the value after the only point; none here."""
         return []
 
     def _cost(self, op: int) -> float:
@@ -153,8 +153,7 @@ class Relaxation:
                 overwritten = self.overwritten[j].setdefault(read, self.milp.binary())
                 runs = [window.get(model.writer[read]) for window in self.rerun[j:]]
                 found = present(*runs, factor=-1.0)
-                for i in range(j, len(self.points)):
-                    found += [(column, -factor) for column, factor in self._other_sources(i, read)]
+                found += [(column, -factor) for column, factor in self._other_sources(read)]
                 self.milp.row([(overwritten, 1.0), *found], high=0.0)
                 terms.append((overwritten, -size * self.per_byte))
         return sum(shared.values()), terms
@@ -272,9 +271,7 @@ class Relaxation:
             return  # held in any case
         run = (self.rerun[j] if rerun is None else rerun).get(self.model.writer[value])
         terms = present(self.held[j].get(value), run)
-        for i in range(j, j + 1 if rerun is None else len(self.points)):
-            terms += self._other_sources(i, value)
-        self._demand(terms, demand)
+        self._demand([*terms, *self._other_sources(value)], demand)
 
     def _demand(self, found: Iterable[Term], demand: Affine) -> None:
         """found >= demand"""

@@ -340,7 +340,7 @@ class OptionCost:
     ``held`` are the bytes between forward and backward without the value that enters,
     ``held_first`` the same before the turn. ``needs_enters`` says whether the backward reads the
     value that enters, ``holds_leaves`` whether ``held`` counts the value that leaves. ``first``
-    is the forward before the turn, ``rerun`` after it, ``last`` where no later block follows.
+    is the forward before the turn, ``again`` after it, ``last`` where no later block follows.
     """
 
     held: int
