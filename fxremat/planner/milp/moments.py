@@ -118,11 +118,9 @@ def _join(front: ParetoFront, known: greedy.GreedyFront) -> greedy.GreedyFront:
 
 def time_bound(problem: Problem, budget_bytes: int, options: SolverOptions) -> float:
     """Microseconds that every schedule within the budget takes; infinite if there is none."""
-    front = ParetoFront(build_model(problem))
-    front.offer(StageSchedule(front.model))
-    refinement = Refinement(front, budget_bytes, Deadline(options.time_limit_s))
-    next(refinement.rounds(), None)
-    return max(refinement.bound_us, problem.base_time_us)
+    model = build_model(problem)
+    relaxation = Relaxation(model, budget_bytes, [int(StageSchedule(model).peak.argmax())])
+    return relaxation.time_bound_us(relaxation.solve(Deadline(options.time_limit_s)))
 
 
 def apart(places: Iterable[int], length: int) -> list[int]:

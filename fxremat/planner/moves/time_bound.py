@@ -39,9 +39,8 @@ def relax(problem: Problem, budget_bytes: int, deadline: Deadline) -> tuple[floa
     peak = int(StageSchedule(model).peak.argmax())
     relaxation = MovingRelaxation(model, budget_bytes, peak)
     solution = relaxation.solve(deadline)
-    bound = max(relaxation.time_bound_us(solution), problem.base_time_us)
     fetched = (value for value, column in relaxation.fetch.items() if solution.chosen(column))
-    return bound, {model.value_names[value] for value in fetched}
+    return relaxation.time_bound_us(solution), {model.value_names[value] for value in fetched}
 
 
 class MovingRelaxation(Relaxation):
