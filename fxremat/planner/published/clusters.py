@@ -24,7 +24,7 @@ values come and go inside of a cluster is known to its workspace only; schedules
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
@@ -104,11 +104,10 @@ class Level:
 
     clusters: Sequence[Cluster]
     options: list[list[Steps]]
-    again: dict[str, Steps] = field(default_factory=dict)
-    """The ops of each op of the problem when it runs again, or of a backward."""
 
     def __post_init__(self) -> None:
-        self.model = self.clusters[0].model
+        self.model, self.again = self.clusters[0].model, dict[str, Steps]()
+        """The ops of each op of the problem when it runs again, or of a backward."""
 
     def steps(self, budget: int, deadline: Deadline) -> Iterator[int]:
         """The ops of the best choice for a budget, in order; none where there is no choice."""

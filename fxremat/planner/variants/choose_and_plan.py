@@ -13,7 +13,7 @@ import itertools
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import inf
 
 from fxremat.core.constants import OUT_OF_REACH, ROUNDS
@@ -54,8 +54,7 @@ def solve(
 
     The plan's steps are those of `take(problem, plan.variants)`, and so is what it proves.
     """
-    deadline = Deadline(options.time_limit_s)
-    search = _VariantSearch(problem, budget_bytes, options, deadline)
+    search = _VariantSearch(problem, budget_bytes, options)
     found = sorted(search.tried(), key=lambda one: rank(one.plan, budget_bytes))
     near = _best_few(found, budget_bytes)
     if search.lowest is not None and search.lowest not in near:
@@ -63,7 +62,7 @@ def solve(
     plans = [replace(solver(one.problem), variants=one.names) for one in near]
     plans += [replace(one.plan, variants=one.names) for one in near]
     best_plan = min(plans, key=lambda plan: rank(plan, budget_bytes))
-    return replace(best_plan, budget_bytes=budget_bytes, seconds=deadline.seconds())
+    return replace(best_plan, budget_bytes=budget_bytes, seconds=search.deadline.seconds())
 
 
 def _best_few(found: Sequence[TriedChoice], budget_bytes: int | None) -> list[TriedChoice]:
@@ -86,21 +85,16 @@ def _best_few(found: Sequence[TriedChoice], budget_bytes: int | None) -> list[Tr
     return alike + a_little_over[: constants.MOST_SOLVED]
 
 
-@dataclass
 class _VariantSearch:
-    problem: Problem
-    budget: int | None
-    options: SolverOptions
-    deadline: Deadline
-    tried_choices: dict[Names, TriedChoice] = field(default_factory=dict)
-    lowest: TriedChoice | None = None
-    """Where nothing fits: the newest choice, mostly that of the MILP with the most points.
+    def __init__(self, problem: Problem, budget: int | None, options: SolverOptions) -> None:
+        self.problem, self.budget, self.options = problem, budget, options
+        self.deadline = Deadline(options.time_limit_s)
+        self.combined, self.tried_choices = combine(problem), dict[Names, TriedChoice]()
+        self.lowest: TriedChoice | None = None
+        """Where nothing fits: the newest choice, mostly that of the MILP with the most points.
 
-    A quick plan may miss by far what is the least of a long problem.
-    """
-
-    def __post_init__(self) -> None:
-        self.combined = combine(self.problem)
+        A quick plan may miss by far what is the least of a long problem.
+        """
 
     def tried(self) -> list[TriedChoice]:
         """All choices tried; the one that takes no variant is among them."""
