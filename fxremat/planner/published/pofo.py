@@ -50,7 +50,7 @@ from fxremat.planner.published.chain import (
     block_costs,
     find_chain,
 )
-from fxremat.planner.published.parts import PartPlans, Steps, read_later
+from fxremat.planner.published.parts import PartPlans, read_later
 from fxremat.planner.published.pofo_table import REST, SEND_AND_RECOMPUTE, Decision, Programme, Ways
 from fxremat.planner.published.rockmate import block_options
 from fxremat.planner.published.rotor import PAID, PAY, Table, coarser, grains
@@ -98,9 +98,10 @@ class _PofoSearch:
         plans = PartPlans(self.deadline)
         for chain in grains(coarser(find_chain(self.problem), constants.MOST_BLOCKS)):
             its = [block_options(chain, block, plans) for block in chain.blocks]
-            question = ChainQuestion.of(chain, its, self.copies, self.deadline)
-            if question is None:
+            segments = Table(block_costs(chain, its), self.deadline)
+            if not segments.done:
                 return
+            question = ChainQuestion(chain, segments, self.copies)
             for part in constants.HALVES:
                 self._ask(question, self.budget - part * question.largest)
             for part in constants.HALVES if self.best.peak_bytes > self.budget else ():
@@ -265,32 +266,18 @@ def pareto(ways: Sequence[Way]) -> list[Way]:
 # -- from decisions to ops -------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
 class ChainQuestion:
     """A chain, what its programme chooses among, and the bytes of the largest value to send."""
 
-    chain: Chain
-    segments: Table
-    choices: Sequence[Sequence[Sequence[Way]]]
-    copies: Copies
-    largest: int
-
-    @staticmethod
-    def of(
-        chain: Chain, options: Sequence[Sequence[Steps]], copies: Copies, deadline: Deadline
-    ) -> ChainQuestion | None:
-        """The question of a chain; None where the clock stopped it."""
-        costs = block_costs(chain, options)
-        segments = Table(costs, deadline)
-        if not segments.done:
-            return None
-        senders = [Sender(chain, *pair, copies) for pair in zip(chain.blocks, costs, strict=True)]
-        choices = [
+    def __init__(self, chain: Chain, segments: Table, copies: Copies) -> None:
+        self.chain, self.segments, self.copies = chain, segments, copies
+        pairs = zip(chain.blocks, segments.costs, strict=True)
+        senders = [Sender(chain, *pair, copies) for pair in pairs]
+        self.choices = [
             [sender.ways(PAY), sender.ways(PAID) if two else []]
             for sender, two in zip(senders, segments.two, strict=True)
         ]
-        largest = max(sender.largest for sender in senders)
-        return ChainQuestion(chain, segments, choices, copies, largest)
+        self.largest = max(sender.largest for sender in senders)
 
     def answers(self, budget: float, most: float, deadline: Deadline) -> Iterator[list[Item]]:
         """What the programme answers that adds at most so much time, the best first."""
