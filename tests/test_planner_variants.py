@@ -22,7 +22,7 @@ from fxremat.planner.milp import moments
 from fxremat.planner.milp.highs import Milp
 from fxremat.planner.milp.relaxation import Relaxation, extra_runs_for
 from fxremat.planner.solvers import Progress, SolverOptions
-from fxremat.planner.variants.all_variants import combine
+from fxremat.planner.variants.all_variants import AllVariants
 from fxremat.planner.variants.choice_milp import ChoiceMilp
 from tests.brute import least_time, store_all_peak
 from tests.chains import LOSS_PROBLEM, growing_chain
@@ -106,7 +106,7 @@ def peaks(problem: Problem) -> tuple[int, int]:
 def test_no_plan_is_better_than_what_the_choice_proves(problem: Problem) -> None:
     """All stages are moments, and so neighbours: what runs again counts, too."""
     plain = take(problem, ())
-    combined = combine(plain)
+    combined = AllVariants(plain)
     least, most = peaks(plain)
     for budget in {least, (least + most) // 2}:
         plan = greedy.solve(plain, budget, NO_LIMIT)
@@ -241,7 +241,10 @@ def test_bytes_of_runs_between_neighbouring_moments_count() -> None:
     problem = validate(Problem("neighbours", tuple(values), tuple(ops), outputs=("out",)))
     assert least_time(problem, 65) is None
     for stages in ((4,), (4, 5)):
-        found, choice = relaxation(problem, 65, *stages), ChoiceMilp(combine(problem), stages, 65)
+        found, choice = (
+            relaxation(problem, 65, *stages),
+            ChoiceMilp(AllVariants(problem), stages, 65),
+        )
         bound = found.time_bound_us(found.solve(NO_TIME_LIMIT))
         assert math.isfinite(bound) == (len(stages) == 1)
         assert (choice.solve(NO_TIME_LIMIT).values is None) == (len(stages) == 2)
@@ -267,7 +270,7 @@ def test_what_is_written_over_and_read_later_runs_again() -> None:
     runs = extra_runs_for(model, dict(found.held_in(solution)))
     assert StageSchedule(model, runs).max_peak() == 11
     for budget, again in ((22, 0.0), (11, 4.0), (9, None)):
-        choice = ChoiceMilp(combine(problem), range(4), budget)
+        choice = ChoiceMilp(AllVariants(problem), range(4), budget)
         solution = choice.milp.solve(NO_TIME_LIMIT)
         if again is None:
             assert solution.values is None

@@ -35,7 +35,7 @@ from fxremat.planner.indexed_problem import INPUT, IndexedProblem, build_model
 from fxremat.planner.local.level_sweep import narrow_cuts
 from fxremat.planner.published.chain import block_of_each_op, turns
 from fxremat.planner.published.parts import Part, Steps, most_alive, read_later
-from fxremat.planner.variants.all_variants import combine
+from fxremat.planner.variants.all_variants import AllVariants
 from fxremat.planner.variants.choice_milp import ChoiceMilp
 from fxremat.planner.variants.choose_and_plan import runs_that_hold
 
@@ -111,7 +111,7 @@ class Level:
 
     def steps(self, budget: int, deadline: Deadline) -> Iterator[int]:
         """The ops of the best choice for a budget, in order; none where there is no choice."""
-        combined = combine(self.problem)
+        combined = AllVariants(self.problem)
         points = [k for k, op in enumerate(combined.ops) if op.name.startswith(("run", "back"))]
         choice = ChoiceMilp(combined, points, budget)
         solution = choice.solve(deadline)

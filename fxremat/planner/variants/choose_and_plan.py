@@ -31,7 +31,7 @@ from fxremat.planner.milp.relaxation import extra_runs_for
 from fxremat.planner.moves import offload
 from fxremat.planner.plans import rank
 from fxremat.planner.solvers import SolverOptions
-from fxremat.planner.variants.all_variants import AllVariants, combine
+from fxremat.planner.variants.all_variants import AllVariants
 from fxremat.planner.variants.choice_milp import ChoiceMilp
 
 Solve = Callable[[Problem], Plan]
@@ -89,7 +89,7 @@ class _VariantSearch:
     def __init__(self, problem: Problem, budget: int | None, options: SolverOptions) -> None:
         self.problem, self.budget, self.options = problem, budget, options
         self.deadline = Deadline(options.time_limit_s)
-        self.combined, self.tried_choices = combine(problem), dict[Names, TriedChoice]()
+        self.combined, self.tried_choices = AllVariants(problem), dict[Names, TriedChoice]()
         self.lowest: TriedChoice | None = None
         """Where nothing fits: the newest choice, mostly that of the MILP with the most points.
 
@@ -105,7 +105,7 @@ class _VariantSearch:
         alone = self.tried_choices[()]
         if alone.plan.time_us > self.problem.base_time_us or self._over(alone):
             self._try_chosen(self.combined, self.budget)
-            once = combine(run_once(self.problem))  # variants first, then what has to run again
+            once = AllVariants(run_once(self.problem))  # variants first, then what has to run again
             if not self._try_chosen(once, self.budget):
                 self._try_chosen(once, None)
         if self._over(self._leader()):
