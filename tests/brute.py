@@ -18,7 +18,7 @@ from fxremat.core.check import check
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Op, Problem
 from fxremat.core.timeline import replay
-from fxremat.planner.indexed_problem import build_model, peak_bound
+from fxremat.planner.indexed_problem import IndexedProblem, peak_bound
 
 
 def least_time(problem: Problem, budget: int) -> tuple[float, tuple[str, ...]] | None:
@@ -105,7 +105,7 @@ def store_all_peak(problem: Problem) -> int:
 
 def budget_between(problem: Problem, percent: int) -> int:
     """A budget from the bound on the least peak (0) to the peak of store-all (100)."""
-    low, high = peak_bound(build_model(problem)), store_all_peak(problem)
+    low, high = peak_bound(IndexedProblem(problem)), store_all_peak(problem)
     return low + (high - low) * percent // 100
 
 

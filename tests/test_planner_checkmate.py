@@ -21,7 +21,7 @@ from fxremat.core.problem import Copies, Op, Problem, Value, validate
 from fxremat.core.timeline import replay
 from fxremat.planner import Solver, constants
 from fxremat.planner.deadline import Deadline
-from fxremat.planner.indexed_problem import build_model
+from fxremat.planner.indexed_problem import IndexedProblem
 from fxremat.planner.local import greedy
 from fxremat.planner.local.greedy import extra_runs
 from fxremat.planner.local.stage_schedule import ExtraRun, steps_of
@@ -94,7 +94,7 @@ def allowed(programme: CheckmateMilp, runs: Sequence[ExtraRun]) -> bool:
 @given(problems(max_ops=7).map(plain), st.data())
 def test_bytes_are_those_of_replay(problem: Problem, data: st.DataObject) -> None:
     """A schedule fits the rows of a budget if and only if it fits the budget."""
-    model = build_model(problem)
+    model = IndexedProblem(problem)
     runs = without_unread(model, extra_runs(model, data.draw(schedules(problem))))
     peak = replay(problem, model.names(steps_of(model.n, runs))).peak_bytes
     everywhere = range(model.n)

@@ -17,7 +17,7 @@ from fxremat.core.timeline import replay
 from fxremat.core.variants import take
 from fxremat.planner import solve
 from fxremat.planner.deadline import Deadline
-from fxremat.planner.indexed_problem import IndexedProblem, build_model
+from fxremat.planner.indexed_problem import IndexedProblem
 from fxremat.planner.published import rockmate, rotor
 from fxremat.planner.published.chain import (
     NotAChain,
@@ -178,7 +178,7 @@ def test_a_level_is_a_problem(data: st.DataObject) -> None:
     Store-all takes what it does, and is chosen where it fits.
     """
     problem = data.draw(some_problems())
-    model = build_model(problem)
+    model = IndexedProblem(problem)
     level = level_of(model, data.draw(st.integers(2, 5)))
     validate(level.problem)
     for variant in level.problem.variants:
@@ -193,7 +193,7 @@ def test_a_level_is_a_problem(data: st.DataObject) -> None:
 
 
 def test_clusters_of_one_shape_are_solved_once() -> None:
-    hierarchy, model = Hierarchy(Deadline(None)), build_model(chains.blocks(12))
+    hierarchy, model = Hierarchy(Deadline(None)), IndexedProblem(chains.blocks(12))
     level = hierarchy.level(model)
     assert level is not None
     with_backward = [its for its in level.clusters if its.backward]
@@ -202,7 +202,7 @@ def test_clusters_of_one_shape_are_solved_once() -> None:
 
 def test_shapes_tell_what_matters() -> None:
     narrow, wide = (
-        {part.shape for part in decompose(build_model(chains.blocks(6, width)), 6)}
+        {part.shape for part in decompose(IndexedProblem(chains.blocks(6, width)), 6)}
         for width in (16, 17)
     )
     assert len(narrow) < 6

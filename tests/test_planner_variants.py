@@ -15,7 +15,7 @@ from fxremat.core.problem import Change, Op, Problem, Value, Variant, validate
 from fxremat.core.variants import exclude, take
 from fxremat.planner import SOLVERS, solve
 from fxremat.planner.deadline import Deadline
-from fxremat.planner.indexed_problem import build_model
+from fxremat.planner.indexed_problem import IndexedProblem
 from fxremat.planner.local import greedy
 from fxremat.planner.local.stage_schedule import StageSchedule, steps_of
 from fxremat.planner.milp import moments
@@ -207,7 +207,7 @@ NO_TIME_LIMIT = Deadline(None)
 
 
 def relaxation(problem: Problem, budget: int, *stages: int) -> Relaxation:
-    model = build_model(problem)
+    model = IndexedProblem(problem)
     return Relaxation(model, budget, sorted({*stages}))
 
 
@@ -266,7 +266,7 @@ def test_what_is_written_over_and_read_later_runs_again() -> None:
     best = least_time(problem, 11)
     assert best is not None
     assert best[0] == problem.base_time_us + 4.0
-    model = build_model(problem)
+    model = IndexedProblem(problem)
     runs = extra_runs_for(model, dict(found.held_in(solution)))
     assert StageSchedule(model, runs).max_peak() == 11
     for budget, again in ((22, 0.0), (11, 4.0), (9, None)):
@@ -281,7 +281,7 @@ def test_what_is_written_over_and_read_later_runs_again() -> None:
 @examples(40)
 @given(problems(max_ops=7), st.data())
 def test_whatever_is_held_the_schedule_is_possible(problem: Problem, data: st.DataObject) -> None:
-    model = build_model(problem)
+    model = IndexedProblem(problem)
     stages = st.integers(0, model.n - 1)
     values = st.sets(st.integers(0, max(0, len(model.bytes) - 1)))
     held = data.draw(st.dictionaries(stages, values, max_size=3))

@@ -13,7 +13,7 @@ from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
 from fxremat.planner import constants
 from fxremat.planner.deadline import Deadline
-from fxremat.planner.indexed_problem import build_model
+from fxremat.planner.indexed_problem import IndexedProblem
 from fxremat.planner.milp import moments
 from fxremat.planner.plans import limit_s, rank
 from fxremat.planner.solvers import SolverOptions, named
@@ -68,7 +68,7 @@ def _lower_peak(problem: Problem, best: Plan, options: SolverOptions, deadline: 
 
 def _is_small(problem: Problem) -> bool:
     """Whether few ops may run again in few stages, so that programmes decide what is feasible."""
-    model = build_model(problem)
+    model = IndexedProblem(problem)
     repeats = (
         max((op, *(model.last_needs[value] for value in model.writes[op]))) - op
         for op in range(model.n)

@@ -7,7 +7,6 @@ every profile. Outputs stay once written, so they have no gaps and no further co
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from operator import add
@@ -17,27 +16,34 @@ from fxremat.core.problem import Problem
 INPUT = -1
 
 
-@dataclass(frozen=True)
 class IndexedProblem:
     """Ops and values as lists; a *stage* is the position of an op in base order.
 
     ``n`` is the number of ops. Times are in microseconds, sizes in bytes. ``writer`` is `INPUT`
-    for values that no op writes.
+    for values that no op writes. Resident values are not among the values.
     """
 
-    problem: Problem
-    value_names: list[str]
-    n: int
-    time: list[float]
-    workspace: list[int]
-    repeatable: list[bool]
-    reads: list[tuple[int, ...]]
-    writes: list[tuple[int, ...]]
-    inplace: list[tuple[tuple[int, int], ...]]
-    bytes: list[int]
-    writer: list[int]
-    is_output: list[bool]
-    inputs: tuple[int, ...]
+    def __init__(self, problem: Problem) -> None:
+        resident, outputs = set(problem.resident), set(problem.outputs)
+        names = [value.name for value in problem.values if value.name not in resident]
+        index = {name: i for i, name in enumerate(names)}
+        self.problem, self.n, self.value_names = problem, len(problem.ops), names
+        self.time = [op.time_us for op in problem.ops]
+        self.workspace = [op.workspace_bytes for op in problem.ops]
+        self.repeatable = [op.repeatable for op in problem.ops]
+        self.reads = [tuple({index[r]: None for r in op.reads if r in index}) for op in problem.ops]
+        self.writes = [tuple({index[w]: None for w in op.writes}) for op in problem.ops]
+        self.inplace = [
+            tuple((index[r], index[w]) for r, w in op.inplace if r in index and r not in outputs)
+            for op in problem.ops
+        ]
+        self.bytes = [problem.bytes_of[name] for name in names]
+        self.writer = [INPUT] * len(names)
+        for i, written in enumerate(self.writes):
+            for value in written:
+                self.writer[value] = i
+        self.is_output = [name in outputs for name in names]
+        self.inputs = tuple(index[name] for name in dict.fromkeys(problem.inputs) if name in index)
 
     @cached_property
     def last_reads(self) -> list[int]:
@@ -122,36 +128,6 @@ def live_bytes(spans: Iterable[tuple[int, int, int]], count: int) -> list[int]:
         change[first] += size
         change[stop] -= size
     return list(accumulate(change[:count]))
-
-
-def build_model(problem: Problem) -> IndexedProblem:
-    """Index the ops and the values that are not resident."""
-    resident = set(problem.resident)
-    names = [value.name for value in problem.values if value.name not in resident]
-    index = {name: i for i, name in enumerate(names)}
-    writer = [INPUT] * len(names)
-    for i, op in enumerate(problem.ops):
-        for name in op.writes:
-            writer[index[name]] = i
-    outputs = set(problem.outputs)
-    return IndexedProblem(
-        problem=problem,
-        value_names=names,
-        n=len(problem.ops),
-        time=[op.time_us for op in problem.ops],
-        workspace=[op.workspace_bytes for op in problem.ops],
-        repeatable=[op.repeatable for op in problem.ops],
-        reads=[tuple({index[r]: None for r in op.reads if r in index}) for op in problem.ops],
-        writes=[tuple({index[w]: None for w in op.writes}) for op in problem.ops],
-        inplace=[
-            tuple((index[r], index[w]) for r, w in op.inplace if r in index and r not in outputs)
-            for op in problem.ops
-        ],
-        bytes=[problem.bytes_of[name] for name in names],
-        writer=writer,
-        is_output=[name in outputs for name in names],
-        inputs=tuple(index[name] for name in dict.fromkeys(problem.inputs) if name in index),
-    )
 
 
 def peak_bound(model: IndexedProblem) -> int:

@@ -23,7 +23,7 @@ from fxremat.core.schedule import store_all
 from fxremat.core.timeline import replay
 from fxremat.planner import constants
 from fxremat.planner.deadline import Deadline
-from fxremat.planner.indexed_problem import build_model, peak_bound
+from fxremat.planner.indexed_problem import IndexedProblem, peak_bound
 from fxremat.planner.local import greedy
 from fxremat.planner.local.editable_schedule import EditableSchedule, descend
 from fxremat.planner.local.ruin_and_repair import polish
@@ -118,7 +118,7 @@ def _join(front: ParetoFront, known: greedy.GreedyFront) -> greedy.GreedyFront:
 
 def time_bound(problem: Problem, budget_bytes: int, options: SolverOptions) -> float:
     """Microseconds that every schedule within the budget takes; infinite if there is none."""
-    model = build_model(problem)
+    model = IndexedProblem(problem)
     relaxation = Relaxation(model, budget_bytes, [int(StageSchedule(model).peak.argmax())])
     return relaxation.time_bound_us(relaxation.solve(Deadline(options.time_limit_s)))
 

@@ -30,7 +30,7 @@ from fxremat.core.schedule import ops_of
 from fxremat.core.timeline import Timeline, transfer_us
 from fxremat.core.variants import run_once
 from fxremat.planner.deadline import Deadline
-from fxremat.planner.indexed_problem import build_model, peak_bound
+from fxremat.planner.indexed_problem import IndexedProblem, peak_bound
 from fxremat.planner.local import greedy
 from fxremat.planner.moves.time_bound import relax
 from fxremat.planner.moves.transfers import Fetch, Item, place
@@ -306,4 +306,4 @@ def least_bytes(problem: Problem) -> int:
     Whatever may move may be absent at any step that does not touch it.
     """
     everything = priced(problem, set(movable(problem)), 0.0, recompute=True)
-    return peak_bound(build_model(everything))
+    return peak_bound(IndexedProblem(everything))

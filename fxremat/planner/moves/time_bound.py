@@ -21,7 +21,7 @@ from fxremat.core.problem import Problem
 from fxremat.core.schedule import Kind
 from fxremat.core.timeline import transfer_us
 from fxremat.planner.deadline import Deadline
-from fxremat.planner.indexed_problem import INPUT, IndexedProblem, build_model
+from fxremat.planner.indexed_problem import INPUT, IndexedProblem
 from fxremat.planner.local.stage_schedule import StageSchedule
 from fxremat.planner.milp.highs import SCALE, Milp, Term, present
 from fxremat.planner.milp.relaxation import Relaxation
@@ -33,7 +33,7 @@ def relax(problem: Problem, budget_bytes: int, deadline: Deadline) -> tuple[floa
     It is the relaxation at the highest step of store-all. The time in microseconds is infinite if
     there is no schedule.
     """
-    model = build_model(problem)
+    model = IndexedProblem(problem)
     if not model.n:
         return 0.0, set()
     peak = int(StageSchedule(model).peak.argmax())

@@ -33,7 +33,7 @@ import numpy as np
 
 from fxremat.core.problem import Problem
 from fxremat.planner import constants
-from fxremat.planner.indexed_problem import INPUT, IndexedProblem, build_model, live_bytes
+from fxremat.planner.indexed_problem import INPUT, IndexedProblem, live_bytes
 from fxremat.planner.published.parts import Steps, backwards, read_later
 from fxremat.planner.solvers import ProblemRefused
 
@@ -99,7 +99,7 @@ class Chain:
 
 def find_chain(problem: Problem) -> Chain:
     """The chain of the most trusted turn; raises `NotAChain` where there is none."""
-    model = build_model(problem)
+    model = IndexedProblem(problem)
     failures = [NotAChain(f"it has {model.n} ops")]
     for turn in turns(model):
         try:

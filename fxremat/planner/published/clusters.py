@@ -31,7 +31,7 @@ from itertools import pairwise
 from fxremat.core.problem import Change, Op, Problem, Value, Variant
 from fxremat.core.variants import take
 from fxremat.planner.deadline import Deadline
-from fxremat.planner.indexed_problem import INPUT, IndexedProblem, build_model
+from fxremat.planner.indexed_problem import INPUT, IndexedProblem
 from fxremat.planner.local.level_sweep import narrow_cuts
 from fxremat.planner.published.chain import block_of_each_op, turns
 from fxremat.planner.published.parts import Part, Steps, most_alive, read_later
@@ -120,7 +120,7 @@ class Level:
         names = choice.names(solution)
         left = take(self.problem, names)
         option = dict(name.split(".") for name in names)
-        runs = runs_that_hold(build_model(left), combined, choice.held_at(solution))
+        runs = runs_that_hold(IndexedProblem(left), combined, choice.held_at(solution))
         again = {stage: [op for op, other in runs if other == stage] for _, stage in runs}
         done = 0
         for stage, op in enumerate(left.ops):

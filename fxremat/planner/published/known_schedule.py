@@ -12,7 +12,7 @@ from dataclasses import replace
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
 from fxremat.planner.deadline import Deadline
-from fxremat.planner.indexed_problem import IndexedProblem, build_model, peak_bound
+from fxremat.planner.indexed_problem import IndexedProblem, peak_bound
 from fxremat.planner.local import greedy
 from fxremat.planner.local.stage_schedule import ExtraRun, StageSchedule
 from fxremat.planner.plans import make_plan, rank
@@ -27,7 +27,7 @@ class Incumbent:
     ) -> None:
         """Start from store-all where that fits, else from a known plan."""
         self.name, self.budget, self.options = name, budget_bytes, options
-        self.deadline, self.model = Deadline(options.time_limit_s), build_model(problem)
+        self.deadline, self.model = Deadline(options.time_limit_s), IndexedProblem(problem)
         self.best = make_plan(problem, problem.base_steps(), name)
         if budget_bytes is not None and not self.fits():
             self.best = start_plan(problem, budget_bytes, options)

@@ -16,7 +16,7 @@ from itertools import repeat
 from fxremat.core.problem import Op, Phase, Problem, Value
 from fxremat.planner import constants
 from fxremat.planner.deadline import Deadline
-from fxremat.planner.indexed_problem import IndexedProblem, build_model
+from fxremat.planner.indexed_problem import IndexedProblem
 from fxremat.planner.local.editable_schedule import descend_from_store_all
 from fxremat.planner.local.stage_schedule import ExtraRun, ParetoFront, steps_of
 from fxremat.planner.plans import not_beaten
@@ -103,7 +103,7 @@ class Part:
         for pause in constants.HALVES:
             if not deadline.running():
                 return
-            model = build_model(self.problem(int(pause * whole), may_rerun))
+            model = IndexedProblem(self.problem(int(pause * whole), may_rerun))
             front = ParetoFront(model)
             work = min(2 * constants.WORK // 5, constants.WORK_PER_OP * model.n)
             descend_from_store_all(front, 0, repeat(work), deadline)

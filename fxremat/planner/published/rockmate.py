@@ -22,7 +22,7 @@ from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
 from fxremat.planner import constants
 from fxremat.planner.deadline import Deadline
-from fxremat.planner.indexed_problem import build_model
+from fxremat.planner.indexed_problem import IndexedProblem
 from fxremat.planner.local.stage_schedule import StageSchedule
 from fxremat.planner.milp.relaxation import Relaxation, extra_runs_for
 from fxremat.planner.plans import remembered
@@ -92,7 +92,7 @@ def held_options(part: Part, saved_bytes: int, rerun: MayRerun, deadline: Deadli
 
     The programme is the relaxation over one program point, the pause.
     """
-    model, pause = build_model(part.problem(0, rerun)), len(part.forward)
+    model, pause = IndexedProblem(part.problem(0, rerun)), len(part.forward)
     most, found = int(StageSchedule(model).peak[pause]) - saved_bytes, list[Steps]()
     for k in reversed(range(GRID)):
         programme = Relaxation(model, most + saved_bytes * k // GRID, [pause])

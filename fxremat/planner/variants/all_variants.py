@@ -13,7 +13,7 @@ from functools import cached_property
 
 from fxremat.core.problem import InvalidProblem, Op, Problem
 from fxremat.core.variants import exclude, take
-from fxremat.planner.indexed_problem import IndexedProblem, build_model
+from fxremat.planner.indexed_problem import IndexedProblem
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class AllVariants:
             for op, reads in zip(self.ops, self.reads, strict=True)
         )
         outputs = tuple(self.output_conditions)
-        return build_model(replace(self.problem, ops=ops, outputs=outputs, variants=()))
+        return IndexedProblem(replace(self.problem, ops=ops, outputs=outputs, variants=()))
 
     def run_condition(self, stage: int) -> Condition:
         """The condition for an op to run at all."""

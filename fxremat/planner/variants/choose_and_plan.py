@@ -23,7 +23,7 @@ from fxremat.core.timeline import replay
 from fxremat.core.variants import run_once, take
 from fxremat.planner import constants
 from fxremat.planner.deadline import Deadline
-from fxremat.planner.indexed_problem import IndexedProblem, build_model
+from fxremat.planner.indexed_problem import IndexedProblem
 from fxremat.planner.local import greedy
 from fxremat.planner.local.stage_schedule import ExtraRun, StageSchedule
 from fxremat.planner.milp.moments import apart
@@ -261,7 +261,7 @@ class _VariantSearch:
 
     def _highest(self) -> set[int]:
         """The highest stage without variants."""
-        left = build_model(self.tried_choices[()].problem)
+        left = IndexedProblem(self.tried_choices[()].problem)
         highest = StageSchedule(left).peak.argmax() if left.n else 0
         return self._stages(left.problem.ops[highest:][:1])
 
@@ -299,7 +299,7 @@ class _VariantSearch:
 
     def _worst(self, tried: TriedChoice, held: dict[int, set[str]]) -> set[int]:
         """The highest stages of the schedule that holds this, away from each other."""
-        model = build_model(tried.problem)
+        model = IndexedProblem(tried.problem)
         state = StageSchedule(model, runs_that_hold(model, self.combined, held))
         highest = [int(stage) for stage in (-state.peak).argsort(kind="stable") if stage < model.n]
         over = (stage for stage in highest if state.peak[stage] > (self.budget or 0))
