@@ -21,7 +21,6 @@ from fxremat.planner.indexed_problem import IndexedProblem
 from fxremat.planner.published import rockmate, rotor
 from fxremat.planner.published.chain import (
     NotAChain,
-    block_costs,
     find_chain,
     store_all,
 )
@@ -73,8 +72,7 @@ def test_model_agrees_with_the_replay() -> None:
     """With a slot per byte the table's memory and time are those of the replayed plan."""
     for problem in (chains.blocks(5), chains.chain([3, 5, 2, 6], [1.0, 2.0, 3.0, 1.0])):
         chain = find_chain(problem)
-        costs = block_costs(chain, [[store_all(block)] for block in chain.blocks])
-        table = Table(costs, Deadline(None))
+        table = Table(chain, [[store_all(block)] for block in chain.blocks], Deadline(None))
         assert table.slot == 1.0
         for slots in table.levels():
             line = replay(problem, chain.model.names(table.steps(slots)))

@@ -75,35 +75,13 @@ class Block:
         return self.local if self.enters is None else self.local | {self.enters}
 
 
-@dataclass(frozen=True)
-class Chain:
-    """Blocks in forward order.
-
-    ``cuts`` are the first ops of all blocks but the first. ``spans`` gives for every fixed value
-    the ops, first and last, between which it is held. ``fixed[t]`` are the bytes of fixed values
-    while op ``t`` runs for the first time, ``before[t]`` just before that or at the end.
-    """
-
-    model: IndexedProblem
-    turn: int
-    cuts: tuple[int, ...]
-    blocks: tuple[Block, ...]
-    spans: dict[int, tuple[int, int]]
-    fixed: tuple[int, ...]
-    before: tuple[int, ...]
-
-    def merged(self, cuts: Iterable[int]) -> Chain:
-        """The same chain with only some of the cuts."""
-        return _build(self.model, self.turn, tuple(cuts))
-
-
 def find_chain(problem: Problem) -> Chain:
     """The chain of the most trusted turn; raises `NotAChain` where there is none."""
     model = IndexedProblem(problem)
     failures = [NotAChain(f"it has {model.n} ops")]
     for turn in turns(model):
         try:
-            chain = _build(model, turn, _cuts(model, turn))
+            chain = Chain(model, turn, _cuts(model, turn))
             _refuse_one_large(model, chain.blocks)
             return chain
         except NotAChain as failure:
@@ -218,42 +196,56 @@ def block_of_each_op(model: IndexedProblem, turn: int, starts: Sequence[int]) ->
     return [*forward, *backward[::-1]]
 
 
-def _build(model: IndexedProblem, turn: int, cuts: Sequence[int]) -> Chain:
-    starts, first_op = (0, *cuts), turn + 1
-    block_of = block_of_each_op(model, turn, starts)
-    owners = block_of[first_op:]
-    home = {
-        value: block_of[op]
-        for value, op in enumerate(model.writer)
-        if op <= turn and model.evictable(value)
-    }
-    reads = enumerate(model.reads[first_op:])
-    read = {owners[k] for k, values in reads if not home.keys().isdisjoint(values)}
-    if not read or (len(read) < 2 and model.n > constants.FEW_OPS):
-        raise NotAChain("its backward ops read the values of one forward segment only")
-    last = last_reads(model, turn).items()
-    enters = [next((v for v, op in last if model.writer[v] < s <= op), None) for s in starts]
-    sizes = Counter(owners)
-    stops = accumulate((sizes[k] for k in reversed(range(len(starts)))), initial=first_op)
-    backward = [range(start, stop) for start, stop in pairwise(stops)][::-1]
-    fixed, early = _out_of_place(model, home, enters, owners, backward)
-    through = [None if value in fixed else value for value in (*enters, None)]
-    local: list[set[int]] = [set() for _ in starts]
-    for value in home.keys() - fixed:
-        local[home[value]].add(value)
-    blocks = tuple(
-        Block(
-            range(start, stop),
-            backward[k],
-            through[k],
-            through[k + 1],
-            frozenset(local[k]),
-            frozenset(local[k] & early),
+class Chain:
+    """Blocks in forward order.
+
+    ``cuts`` are the first ops of all blocks but the first. ``spans`` gives for every fixed value
+    the ops, first and last, between which it is held. ``fixed[t]`` are the bytes of fixed values
+    while op ``t`` runs for the first time, ``before[t]`` just before that or at the end.
+    """
+
+    def __init__(self, model: IndexedProblem, turn: int, cuts: Sequence[int]) -> None:
+        """Cut a problem there; raises `NotAChain` where its backward does not follow the cuts."""
+        self.model, self.turn, self.cuts = model, turn, cuts
+        starts, first_op = (0, *cuts), turn + 1
+        block_of = block_of_each_op(model, turn, starts)
+        owners = block_of[first_op:]
+        home = {
+            value: block_of[op]
+            for value, op in enumerate(model.writer)
+            if op <= turn and model.evictable(value)
+        }
+        reads = enumerate(model.reads[first_op:])
+        read = {owners[k] for k, values in reads if not home.keys().isdisjoint(values)}
+        if not read or (len(read) < 2 and model.n > constants.FEW_OPS):
+            raise NotAChain("its backward ops read the values of one forward segment only")
+        last = last_reads(model, turn).items()
+        enters = [next((v for v, op in last if model.writer[v] < s <= op), None) for s in starts]
+        sizes = Counter(owners)
+        stops = accumulate((sizes[k] for k in reversed(range(len(starts)))), initial=first_op)
+        backward = [range(start, stop) for start, stop in pairwise(stops)][::-1]
+        fixed, early = _out_of_place(model, home, enters, owners, backward)
+        through = [None if value in fixed else value for value in (*enters, None)]
+        local: list[set[int]] = [set() for _ in starts]
+        for value in home.keys() - fixed:
+            local[home[value]].add(value)
+        self.blocks = tuple(
+            Block(
+                range(start, stop),
+                backward[k],
+                through[k],
+                through[k + 1],
+                frozenset(local[k]),
+                frozenset(local[k] & early),
+            )
+            for k, (start, stop) in enumerate(pairwise((*starts, first_op)))
         )
-        for k, (start, stop) in enumerate(pairwise((*starts, first_op)))
-    )
-    spans = _spans(model, blocks)
-    return Chain(model, turn, starts[1:], blocks, spans, *_profile(model, spans))
+        self.spans = _spans(model, self.blocks)
+        count, size, spans = model.n + 1, model.bytes, self.spans.items()
+        held = ((max(start, 0), stop + 1, size[v]) for v, (start, stop) in spans)
+        new = ((start, start + 1, size[v]) for v, (start, _) in spans if start != INPUT)
+        live = live_bytes([(0, count, model.problem.resident_bytes), *held], count)
+        self.fixed, self.before = live[:-1], list(map(sub, live, live_bytes(new, count)))
 
 
 def _refuse_one_large(model: IndexedProblem, blocks: Sequence[Block]) -> None:
@@ -305,17 +297,6 @@ def _spans(model: IndexedProblem, blocks: Sequence[Block]) -> dict[int, tuple[in
     }
 
 
-def _profile(
-    model: IndexedProblem, spans: dict[int, tuple[int, int]]
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Bytes of fixed values while each op runs for the first time, and just before."""
-    count, size = model.n + 1, model.bytes
-    held = ((max(start, 0), stop + 1, size[v]) for v, (start, stop) in spans.items())
-    new = ((start, start + 1, size[v]) for v, (start, _) in spans.items() if start != INPUT)
-    live = live_bytes([(0, count, model.problem.resident_bytes), *held], count)
-    return tuple(live[:-1]), tuple(map(sub, live, live_bytes(new, count)))
-
-
 # -- what the options of a block take --------------------------------------------------------
 
 
@@ -333,7 +314,6 @@ class BlockRun:
     whole: int
 
 
-@dataclass(frozen=True)
 class OptionCost:
     """One option of one block.
 
@@ -343,17 +323,19 @@ class OptionCost:
     is the forward before the turn, ``again`` after it, ``last`` where no later block follows.
     """
 
-    held: int
-    held_first: int
-    needs_enters: bool
-    holds_leaves: bool
-    first: BlockRun
-    again: BlockRun
-    last: BlockRun
-    backward: BlockRun
+    def __init__(self, chain: Chain, block: Block, option: Steps) -> None:
+        saved = read_later(chain.model, option) & block.reach
+        inside = saved & block.local
+        self.held = chain.model.size_of(inside)
+        self.held_first = chain.model.size_of(inside | block.early)
+        self.needs_enters = bool(saved - inside)
+        self.holds_leaves = bool(saved & block.left)
+        self.first = _run(chain, block, block.forward, inside | block.left | block.early)
+        self.again = _again(chain, block, inside | block.left)
+        self.last = _again(chain, block, inside)
+        self.backward = _run(chain, block, option, frozenset())
 
 
-@dataclass(frozen=True)
 class BlockCost:
     """A block: bytes of the value that enters, and of the fixed values in front of its backward.
 
@@ -361,44 +343,16 @@ class BlockCost:
     whatever the block holds.
     """
 
-    enters: int
-    gap: int
-    unsaved: OptionCost
-    options: tuple[OptionCost, ...]
+    def __init__(self, chain: Chain, block: Block, options: Iterable[Steps]) -> None:
+        self.enters = 0 if block.enters is None else chain.model.bytes[block.enters]
+        self.gap = chain.before[block.backward.start]
+        self.unsaved = OptionCost(chain, block, ())
+        self.options = [OptionCost(chain, block, option) for option in options]
 
 
 def store_all(block: Block) -> Steps:
     """Rotor's only option: nothing in the block runs again."""
     return tuple(block.backward)
-
-
-def block_costs(chain: Chain, options: Sequence[Sequence[Steps]]) -> tuple[BlockCost, ...]:
-    """The costs of every block's options."""
-    return tuple(
-        BlockCost(
-            enters=0 if block.enters is None else chain.model.bytes[block.enters],
-            gap=chain.before[block.backward.start],
-            unsaved=option_cost(chain, block, ()),
-            options=tuple(option_cost(chain, block, option) for option in its),
-        )
-        for block, its in zip(chain.blocks, options, strict=True)
-    )
-
-
-def option_cost(chain: Chain, block: Block, option: Steps) -> OptionCost:
-    """The cost of one option."""
-    saved = read_later(chain.model, option) & block.reach
-    inside = saved & block.local
-    return OptionCost(
-        held=chain.model.size_of(inside),
-        held_first=chain.model.size_of(inside | block.early),
-        needs_enters=bool(saved - inside),
-        holds_leaves=bool(saved & block.left),
-        first=_run(chain, block, block.forward, inside | block.left | block.early),
-        again=_again(chain, block, inside | block.left),
-        last=_again(chain, block, inside),
-        backward=_run(chain, block, option, frozenset()),
-    )
 
 
 def _again(chain: Chain, block: Block, wanted: frozenset[int]) -> BlockRun:

@@ -47,7 +47,6 @@ from fxremat.planner.published.chain import (
     BlockCost,
     Chain,
     OptionCost,
-    block_costs,
     find_chain,
 )
 from fxremat.planner.published.parts import PartPlans, read_later
@@ -98,7 +97,7 @@ class _PofoSearch:
         plans = PartPlans(self.deadline)
         for chain in grains(coarser(find_chain(self.problem), constants.MOST_BLOCKS)):
             its = [block_options(chain, block, plans) for block in chain.blocks]
-            segments = Table(block_costs(chain, its), self.deadline)
+            segments = Table(chain, its, self.deadline)
             if not segments.done:
                 return
             question = ChainQuestion(chain, segments, self.copies)

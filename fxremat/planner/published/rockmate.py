@@ -26,7 +26,7 @@ from fxremat.planner.indexed_problem import IndexedProblem
 from fxremat.planner.local.stage_schedule import StageSchedule
 from fxremat.planner.milp.relaxation import Relaxation, extra_runs_for
 from fxremat.planner.plans import remembered
-from fxremat.planner.published.chain import Block, Chain, find_chain, option_cost, store_all
+from fxremat.planner.published.chain import Block, Chain, OptionCost, find_chain, store_all
 from fxremat.planner.published.parts import (
     MayRerun,
     Part,
@@ -75,7 +75,7 @@ def pareto(chain: Chain, block: Block, options: Iterable[Steps]) -> list[Steps]:
     """Options that no other beats in bytes held, time, and bytes while the backward runs."""
 
     def figures(option: Steps) -> tuple[float, ...]:
-        cost = option_cost(chain, block, option)
+        cost = OptionCost(chain, block, option)
         held = cost.held
         if cost.needs_enters and block.enters is not None:
             held += chain.model.bytes[block.enters]

@@ -42,7 +42,6 @@ from fxremat.planner.published.chain import (
     Chain,
     NotAChain,
     OptionCost,
-    block_costs,
     find_chain,
     store_all,
 )
@@ -63,8 +62,11 @@ class Table:
     i, -1 - k for "check" with the cut before block i + 1 + k.
     """
 
-    def __init__(self, costs: Sequence[BlockCost], deadline: Deadline) -> None:
-        self.costs = costs
+    def __init__(
+        self, chain: Chain, options: Iterable[Iterable[Steps]], deadline: Deadline
+    ) -> None:
+        pairs = zip(chain.blocks, options, strict=True)
+        self.costs = costs = [BlockCost(chain, block, its) for block, its in pairs]
         self.count = len(costs)
         most = store_all_bytes(costs)
         self.slot = max(1.0, most * self.count / (SLOTS * constants.MOST_BLOCKS))
@@ -250,7 +252,7 @@ def chain_schedules(
 
     They are as many as every other slot of the longest chain, evenly picked.
     """
-    table = Table(block_costs(chain, options), deadline)
+    table = Table(chain, options, deadline)
     if not table.done:
         return []
     levels = table.levels()
@@ -277,7 +279,8 @@ def coarser(chain: Chain, most: int) -> Chain:
         for k in pairs:
             if len(sizes) - len(gone) > most and not {k - 1, k, k + 1} & gone:
                 gone.add(k)
-        chain = chain.merged(cut for k, cut in enumerate(chain.cuts) if k not in gone)
+        left = [cut for k, cut in enumerate(chain.cuts) if k not in gone]
+        chain = Chain(chain.model, chain.turn, left)
     return chain
 
 
