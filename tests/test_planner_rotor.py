@@ -22,12 +22,11 @@ from fxremat.planner.published import rockmate, rotor
 from fxremat.planner.published.chain import (
     NotAChain,
     find_chain,
-    store_all,
 )
 from fxremat.planner.published.clusters import Level, decompose
 from fxremat.planner.published.hrockmate import Hierarchy
 from fxremat.planner.published.parts import PartPlans
-from fxremat.planner.published.rockmate import block_options, part_of
+from fxremat.planner.published.rockmate import block_options
 from fxremat.planner.published.rotor import Table
 from fxremat.planner.solvers import SolverOptions
 from tests import brute, chains
@@ -72,7 +71,7 @@ def test_model_agrees_with_the_replay() -> None:
     """With a slot per byte the table's memory and time are those of the replayed plan."""
     for problem in (chains.blocks(5), chains.chain([3, 5, 2, 6], [1.0, 2.0, 3.0, 1.0])):
         chain = find_chain(problem)
-        table = Table(chain, [[store_all(block)] for block in chain.blocks], Deadline(None))
+        table = Table(chain, chain.store_all, Deadline(None))
         assert table.slot == 1.0
         for slots in table.levels():
             line = replay(problem, chain.model.names(table.steps(slots)))
@@ -147,10 +146,10 @@ def test_never_slower_than_rotor(problem: Problem) -> None:
 
 def test_equal_blocks_are_solved_once() -> None:
     chain, plans = find_chain(chains.blocks(9)), PartPlans(Deadline(None))
-    options = [block_options(chain, block, plans) for block in chain.blocks]
-    assert len(plans.found) == len({part_of(chain, block).shape for block in chain.blocks})
+    options = [block_options(block, plans) for block in chain.blocks]
+    assert len(plans.found) == len({block.shape for block in chain.blocks})
     assert len(plans.found) <= len(chain.blocks) // 2
-    assert options[-4] == block_options(chain, chain.blocks[-4], PartPlans(Deadline(None)))
+    assert options[-4] == block_options(chain.blocks[-4], PartPlans(Deadline(None)))
 
 
 # --- hrockmate ----------------------------------------------------------------------------

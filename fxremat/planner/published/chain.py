@@ -23,7 +23,7 @@ front of some block's backward, so their bytes are counted without the fixed val
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -34,7 +34,7 @@ import numpy as np
 from fxremat.core.problem import Problem
 from fxremat.planner import constants
 from fxremat.planner.indexed_problem import INPUT, IndexedProblem, live_bytes
-from fxremat.planner.published.parts import Steps, backwards, read_later
+from fxremat.planner.published.parts import Part, Steps, backwards, read_later
 from fxremat.planner.solvers import ProblemRefused
 
 
@@ -49,7 +49,7 @@ class NotAChain(ProblemRefused, ValueError):
 
 
 @dataclass(frozen=True)
-class Block:
+class Block(Part):
     """A forward segment and the backward ops that read its values, or no such ops.
 
     ``enters`` is the value that crosses into it, ``leaves`` the one that crosses out; None where
@@ -57,12 +57,20 @@ class Block:
     them. ``early`` are local values that earlier backward ops read as well.
     """
 
-    forward: range
-    backward: range
+    chain: Chain
     enters: int | None
     leaves: int | None
-    local: frozenset[int]
     early: frozenset[int]
+
+    @property
+    def marks(self) -> tuple[Set[int], ...]:
+        """What enters and what leaves differ from other values."""
+        return self.local, self.reach - self.local, self.left
+
+    def stays(self, value: int) -> bool:
+        """Whether the value is fixed and there after the block, too."""
+        spans = self.chain.spans
+        return value in spans and spans[value][1] > self.backward.stop - 1
 
     @cached_property
     def left(self) -> frozenset[int]:
@@ -231,11 +239,13 @@ class Chain:
             local[home[value]].add(value)
         self.blocks = tuple(
             Block(
+                model,
                 range(start, stop),
                 backward[k],
+                frozenset(local[k]),
+                self,
                 through[k],
                 through[k + 1],
-                frozenset(local[k]),
                 frozenset(local[k] & early),
             )
             for k, (start, stop) in enumerate(pairwise((*starts, first_op)))
@@ -246,6 +256,11 @@ class Chain:
         new = ((start, start + 1, size[v]) for v, (start, _) in spans if start != INPUT)
         live = live_bytes([(0, count, model.problem.resident_bytes), *held], count)
         self.fixed, self.before = live[:-1], list(map(sub, live, live_bytes(new, count)))
+
+    @property
+    def store_all(self) -> list[list[Steps]]:
+        """Rotor's only option of each block: nothing in it runs again."""
+        return [[tuple(block.backward)] for block in self.blocks]
 
 
 def _refuse_one_large(model: IndexedProblem, blocks: Sequence[Block]) -> None:
@@ -323,17 +338,17 @@ class OptionCost:
     is the forward before the turn, ``again`` after it, ``last`` where no later block follows.
     """
 
-    def __init__(self, chain: Chain, block: Block, option: Steps) -> None:
-        saved = read_later(chain.model, option) & block.reach
+    def __init__(self, block: Block, option: Steps) -> None:
+        saved = read_later(block.model, option) & block.reach
         inside = saved & block.local
-        self.held = chain.model.size_of(inside)
-        self.held_first = chain.model.size_of(inside | block.early)
+        self.held = block.model.size_of(inside)
+        self.held_first = block.model.size_of(inside | block.early)
         self.needs_enters = bool(saved - inside)
         self.holds_leaves = bool(saved & block.left)
-        self.first = _run(chain, block, block.forward, inside | block.left | block.early)
-        self.again = _again(chain, block, inside | block.left)
-        self.last = _again(chain, block, inside)
-        self.backward = _run(chain, block, option, frozenset())
+        self.first = _run(block, block.forward, inside | block.left | block.early)
+        self.again = _again(block, inside | block.left)
+        self.last = _again(block, inside)
+        self.backward = _run(block, option, frozenset())
 
 
 class BlockCost:
@@ -343,39 +358,34 @@ class BlockCost:
     whatever the block holds.
     """
 
-    def __init__(self, chain: Chain, block: Block, options: Iterable[Steps]) -> None:
-        self.enters = 0 if block.enters is None else chain.model.bytes[block.enters]
-        self.gap = chain.before[block.backward.start]
-        self.unsaved = OptionCost(chain, block, ())
-        self.options = [OptionCost(chain, block, option) for option in options]
+    def __init__(self, block: Block, options: Iterable[Steps]) -> None:
+        self.enters = 0 if block.enters is None else block.model.bytes[block.enters]
+        self.gap = block.chain.before[block.backward.start]
+        self.unsaved = OptionCost(block, ())
+        self.options = [OptionCost(block, option) for option in options]
 
 
-def store_all(block: Block) -> Steps:
-    """Rotor's only option: nothing in the block runs again."""
-    return tuple(block.backward)
-
-
-def _again(chain: Chain, block: Block, wanted: frozenset[int]) -> BlockRun:
-    steps = chain.model.makers(block.forward, wanted, block.local)
-    return _run(chain, block, steps, wanted, positioned=False)
+def _again(block: Block, wanted: frozenset[int]) -> BlockRun:
+    steps = block.model.makers(block.forward, wanted, block.local)
+    return _run(block, steps, wanted, positioned=False)
 
 
 def _run(
-    chain: Chain, block: Block, steps: Iterable[int], keep: frozenset[int], positioned: bool = True
+    block: Block, steps: Iterable[int], keep: frozenset[int], positioned: bool = True
 ) -> BlockRun:
     ops = tuple(steps)
-    base = _base(chain, block, ops) if positioned else [(0, False)] * len(ops)
-    apart, whole = (_worst(chain, ops, its, keep, base) for its in (block.local, block.reach))
-    return BlockRun(ops, chain.model.time_of(ops), apart, whole)
+    base = _base(block, ops) if positioned else [(0, False)] * len(ops)
+    apart, whole = (_worst(block.chain, ops, its, keep, base) for its in (block.local, block.reach))
+    return BlockRun(ops, block.model.time_of(ops), apart, whole)
 
 
 Base = tuple[int, bool]
 """Bytes of the fixed values at a step, and whether its op runs there for the first time."""
 
 
-def _base(chain: Chain, block: Block, steps: Sequence[int]) -> list[Base]:
+def _base(block: Block, steps: Sequence[int]) -> list[Base]:
     """The base of each step, the last first; forward ops of a backward run before its next op."""
-    backward = bool(steps) and steps[-1] in block.backward
+    backward, chain = bool(steps) and steps[-1] in block.backward, block.chain
     out: list[Base] = []
     ahead = chain.before[block.backward.start]
     for op in reversed(steps):

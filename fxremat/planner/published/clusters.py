@@ -23,7 +23,7 @@ values come and go inside of a cluster is known to its workspace only; schedules
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -45,6 +45,11 @@ class Cluster(Part):
     """A part whose forward ``makes`` values, too, that others read and that it can make again."""
 
     makes: frozenset[int]
+
+    @property
+    def marks(self) -> tuple[Set[int], ...]:
+        """What others read, too, differs from what they do not."""
+        return self.local, self.makes
 
     @property
     def own(self) -> frozenset[int]:
@@ -70,21 +75,9 @@ def decompose(model: IndexedProblem, count: int) -> list[Cluster]:
     for c, (start, stop) in enumerate(pairwise((*firsts, turn + 1))):
         ops = [op for op in range(turn + 1, model.n) if whose[op] == c]
         backward = range(ops[0], ops[-1] + 1) if ops else range(model.n, model.n)
-        clusters.append(_cluster(model, range(start, stop), backward, local[c], makes[c]))
+        sets = frozenset(local[c]), frozenset(makes[c])
+        clusters.append(Cluster(model, range(start, stop), backward, *sets))
     return clusters
-
-
-def _cluster(
-    model: IndexedProblem, forward: range, backward: range, local: set[int], makes: set[int]
-) -> Cluster:
-    end = max(forward.stop, backward.stop)
-
-    def stays(value: int) -> bool:
-        kept = model.is_output[value] or model.last_reads[value] >= end
-        return kept and not model.evictable(value)
-
-    its = frozenset(local), frozenset(makes)
-    return Cluster(model, forward, backward, its[0], its, stays, its[1])
 
 
 def turn_of(model: IndexedProblem) -> int:

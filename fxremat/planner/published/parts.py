@@ -32,16 +32,24 @@ MayRerun = Callable[[int], bool]
 class Part:
     """Two stretches of the ops of a model.
 
-    ``local`` are the values that may be freed and that only these ops touch. ``marks`` are sets of
-    values that differ in what they are to the part, ``stays`` says which are there after it, too.
+    ``local`` are the values that may be freed and that only these ops touch.
     """
 
     model: IndexedProblem
     forward: range
     backward: range
     local: frozenset[int]
-    marks: tuple[Set[int], ...]
-    stays: Callable[[int], bool]
+
+    @property
+    def marks(self) -> tuple[Set[int], ...]:
+        """Sets of values that differ in what they are to the part."""
+        return (self.local,)
+
+    def stays(self, value: int) -> bool:
+        """Whether the value is there after the part, too."""
+        model, end = self.model, max(self.forward.stop, self.backward.stop)
+        kept = model.is_output[value] or model.last_reads[value] >= end
+        return kept and not model.evictable(value)
 
     @property
     def ops(self) -> Steps:

@@ -96,7 +96,7 @@ class _PofoSearch:
         """Ask the programmes of the chain and of one of larger blocks."""
         plans = PartPlans(self.deadline)
         for chain in grains(coarser(find_chain(self.problem), constants.MOST_BLOCKS)):
-            its = [block_options(chain, block, plans) for block in chain.blocks]
+            its = [block_options(block, plans) for block in chain.blocks]
             segments = Table(chain, its, self.deadline)
             if not segments.done:
                 return
@@ -146,7 +146,6 @@ def figures_of(ways: Sequence[Way]) -> Ways:
 class Sender:
     """What one block may send. A value leaves when the op that writes it ends."""
 
-    chain: Chain
     block: Block
     cost: BlockCost
     copies: Copies
@@ -154,23 +153,23 @@ class Sender:
     @cached_property
     def own(self) -> frozenset[int]:
         """Values that may not be freed, which this block alone writes and reads."""
-        chain, block = self.chain, self.block
+        block, model = self.block, self.block.model
         read, elsewhere = set[int](), set[int]()
-        for op, reads in enumerate(chain.model.reads):
+        for op, reads in enumerate(model.reads):
             if op in block.backward:
                 read.update(reads)
             elif op not in block.forward:
                 elsewhere.update(reads)
         return frozenset(
             value
-            for value in (read & chain.spans.keys()) - elsewhere
-            if chain.model.writer[value] in block.forward and not chain.model.is_output[value]
+            for value in (read & block.chain.spans.keys()) - elsewhere
+            if model.writer[value] in block.forward and not model.is_output[value]
         )
 
     @cached_property
     def largest(self) -> int:
         """Bytes of the largest value that may be sent."""
-        return max((self.chain.model.bytes[v] for v in self.block.reach | self.own), default=0)
+        return max((self.block.model.bytes[v] for v in self.block.reach | self.own), default=0)
 
     def ways(self, x: int) -> list[Way]:
         """The ways of the block that no other beats, and only some where they are many."""
@@ -178,9 +177,9 @@ class Sender:
 
     def _of(self, option: OptionCost, x: int) -> Iterator[Way]:
         """The option, with every choice among the largest values that it holds."""
-        block, sizes = self.block, self.chain.model.bytes
+        block, sizes = self.block, self.block.model.bytes
         stored = block.enters is not None and (x == PAID or option.needs_enters)
-        later = read_later(self.chain.model, option.backward.steps)
+        later = read_later(self.block.model, option.backward.steps)
         held = (later & block.local) - {block.leaves}
         may = (held - block.early) | self.own | ({block.enters} if stored else set())
         large = sorted((v for v in may if v is not None and sizes[v]), key=lambda v: (-sizes[v], v))
@@ -189,7 +188,7 @@ class Sender:
         moves = self._moves(option, large[:most])
         for count in range(len(moves) + 1):
             for sent in combinations(sorted(moves), count):
-                nbytes = self.chain.model.size_of(sent)
+                nbytes = self.block.model.size_of(sent)
                 out = _queue([moves[value][0] for value in sent], option.first.time)
                 back = _queue([moves[value][1] for value in sent], option.backward.time)
                 kept = figures[-1] - nbytes
@@ -210,13 +209,13 @@ class Sender:
             backward.time,
             first.apart + enters if stored else first.whole,
             backward.apart + enters if x == PAID else backward.whole,
-            option.held_first + enters - self.chain.model.size_of(leaves),
+            option.held_first + enters - self.block.model.size_of(leaves),
         )
 
     def _moves(self, option: OptionCost, values: Sequence[int]) -> dict[int, tuple[Wait, Wait]]:
         """For each value, when it may leave and how long that takes; the same for its return,
         looking back from the end of the backward."""
-        model = self.chain.model
+        model = self.block.model
         written = _touch_times(model, option.first.steps, model.writes, ends=True)
         read = _touch_times(model, option.backward.steps, model.reads, ends=False)
         end = option.backward.time
@@ -229,7 +228,7 @@ class Sender:
         }
 
     def _takes(self, kind: Kind, value: int) -> float:
-        return transfer_us(self.copies, kind, self.chain.model.bytes[value])
+        return transfer_us(self.copies, kind, self.block.model.bytes[value])
 
 
 def _touch_times(
@@ -271,7 +270,7 @@ class ChainQuestion:
     def __init__(self, chain: Chain, segments: Table, copies: Copies) -> None:
         self.chain, self.segments, self.copies = chain, segments, copies
         pairs = zip(chain.blocks, segments.costs, strict=True)
-        senders = [Sender(chain, *pair, copies) for pair in pairs]
+        senders = [Sender(*pair, copies) for pair in pairs]
         self.choices = [
             [sender.ways(PAY), sender.ways(PAID) if two else []]
             for sender, two in zip(senders, segments.two, strict=True)

@@ -26,7 +26,7 @@ from fxremat.planner.indexed_problem import IndexedProblem
 from fxremat.planner.local.stage_schedule import StageSchedule
 from fxremat.planner.milp.relaxation import Relaxation, extra_runs_for
 from fxremat.planner.plans import remembered
-from fxremat.planner.published.chain import Block, Chain, OptionCost, find_chain, store_all
+from fxremat.planner.published.chain import Block, OptionCost, find_chain
 from fxremat.planner.published.parts import (
     MayRerun,
     Part,
@@ -44,41 +44,29 @@ GRID = 10
 et al., whose class has ``nb_budget_save=10``)."""
 
 
-def part_of(chain: Chain, block: Block) -> Part:
-    """The block, to be planned alone."""
-
-    def stays(value: int) -> bool:
-        return value in chain.spans and chain.spans[value][1] > block.backward.stop - 1
-
-    marks = block.local, block.reach - block.local, block.left
-    return Part(chain.model, block.forward, block.backward, block.local, marks, stays)
-
-
-def block_options(chain: Chain, block: Block, plans: PartPlans) -> list[Steps]:
+def block_options(block: Block, plans: PartPlans) -> list[Steps]:
     """The options of a block: store-all first, then what is found, once for equal blocks."""
 
     def search() -> list[Steps]:
-        saved = read_later(chain.model, block.backward) & block.reach
-        nbytes = chain.model.size_of(saved)
-        held = held_options(part, nbytes, may_rerun, plans.deadline)
-        paths = part.schedules(block.reach, may_rerun, plans.deadline)
-        return pareto(chain, block, [*held, *paths])
+        saved = read_later(block.model, block.backward) & block.reach
+        held = held_options(block, block.model.size_of(saved), may_rerun, plans.deadline)
+        paths = block.schedules(block.reach, may_rerun, plans.deadline)
+        return pareto(block, [*held, *paths])
 
     def may_rerun(op: int) -> bool:
-        return not block.local.isdisjoint(chain.model.writes[op])
+        return not block.local.isdisjoint(block.model.writes[op])
 
-    part = part_of(chain, block)
-    return plans.of(part, search)
+    return plans.of(block, search)
 
 
-def pareto(chain: Chain, block: Block, options: Iterable[Steps]) -> list[Steps]:
+def pareto(block: Block, options: Iterable[Steps]) -> list[Steps]:
     """Options that no other beats in bytes held, time, and bytes while the backward runs."""
 
     def figures(option: Steps) -> tuple[float, ...]:
-        cost = OptionCost(chain, block, option)
+        cost = OptionCost(block, option)
         held = cost.held
         if cost.needs_enters and block.enters is not None:
-            held += chain.model.bytes[block.enters]
+            held += block.model.bytes[block.enters]
         return held, cost.backward.time, cost.backward.whole
 
     return worth_a_choice(options, figures, constants.MOST_OPTIONS)
@@ -119,8 +107,8 @@ def whole_front(problem: Problem, options: SolverOptions) -> tuple[Plan, ...]:
     """Plans that no other beats in both peak and time, remembered for the last few problems."""
     deadline = Deadline(options.time_limit_s)
     finest, plans = coarser(find_chain(problem), constants.MOST_BLOCKS), PartPlans(deadline)
-    schedules = chain_schedules(finest, [[store_all(block)] for block in finest.blocks], deadline)
+    schedules = chain_schedules(finest, finest.store_all, deadline)
     for chain in grains(finest):
-        its = [block_options(chain, block, plans) for block in chain.blocks]
+        its = [block_options(block, plans) for block in chain.blocks]
         schedules.extend(chain_schedules(chain, its, deadline))
     return best_plans(problem, schedules, NAME, deadline)

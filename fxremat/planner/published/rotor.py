@@ -43,7 +43,6 @@ from fxremat.planner.published.chain import (
     NotAChain,
     OptionCost,
     find_chain,
-    store_all,
 )
 from fxremat.planner.published.parts import Steps
 from fxremat.planner.solvers import SolverOptions
@@ -66,7 +65,7 @@ class Table:
         self, chain: Chain, options: Iterable[Iterable[Steps]], deadline: Deadline
     ) -> None:
         pairs = zip(chain.blocks, options, strict=True)
-        self.costs = costs = [BlockCost(chain, block, its) for block, its in pairs]
+        self.costs = costs = [BlockCost(block, its) for block, its in pairs]
         self.count = len(costs)
         most = store_all_bytes(costs)
         self.slot = max(1.0, most * self.count / (SLOTS * constants.MOST_BLOCKS))
@@ -241,7 +240,7 @@ def whole_front(problem: Problem, options: SolverOptions) -> tuple[Plan, ...]:
     """Plans that no other beats in both peak and time, remembered for the last few problems."""
     deadline = Deadline(options.time_limit_s)
     chain = coarser(find_chain(problem), constants.MOST_BLOCKS)
-    schedules = chain_schedules(chain, [[store_all(block)] for block in chain.blocks], deadline)
+    schedules = chain_schedules(chain, chain.store_all, deadline)
     return best_plans(problem, schedules, NAME, deadline)
 
 
