@@ -17,7 +17,7 @@ from fxremat.core.constants import MEASURABLE
 from fxremat.planner import constants
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.local.editable_schedule import EditableSchedule, plan_eviction
-from fxremat.planner.local.stage_schedule import ExtraRun, ParetoFront
+from fxremat.planner.local.stage_schedule import ExtraRun, ParetoFront, StageSchedule
 
 NO_LIMIT = 1 << 62
 SLACK = 2 * MEASURABLE
@@ -39,7 +39,8 @@ class Improver:
     @staticmethod
     def at(front: ParetoFront, target: int, seed: int = 0) -> Improver:
         """An improver of the best schedule within the target, or of the lowest one."""
-        return Improver(EditableSchedule(front.state(front.choose(target))), front, seed)
+        state = StageSchedule(front.model, front.choose(target).runs())
+        return Improver(EditableSchedule(state), front, seed)
 
     def rounds(self, target: int, work: int) -> None:
         """A few hundred rounds and so much work at most, fewer where they win nothing any more.

@@ -137,7 +137,8 @@ class Programme:
         self.found: list[dict[int, list[States]]] = [{} for _ in range(self.count + 1)]
         self.states: list[dict[int, States]] = [{} for _ in range(self.count + 1)]
         self.ends: list[_End] = []
-        self.found[0][PAY] = [_start()]
+        none, zero = np.zeros(1), np.zeros(1, dtype=np.int64)
+        self.found[0][PAY] = [States(none, none, none, none, none, zero, zero, zero, zero, zero)]
         for i in range(self.count + 1):
             if not deadline.running():
                 break
@@ -325,12 +326,6 @@ class Programme:
         fastest.reshape(-1)[key[first]] = states.added[first]
         others = _less(fastest).reshape(-1)[key[first]]
         return states.take(first[states.added[first] < others])
-
-
-def _start() -> States:
-    """The only state in front of the first block."""
-    none, zero = np.zeros(1), np.zeros(1, dtype=np.int64)
-    return States(none, none, none, none, none, zero, zero, zero, zero, zero)
 
 
 def _even(column: Row, count: int) -> Index:
