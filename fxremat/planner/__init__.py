@@ -66,7 +66,7 @@ def front(problem: Problem, options: SolverOptions | None = None) -> tuple[Plan,
         if not deadline.running():
             break
         part = Deadline(deadline.left() / (len(slow) - k))
-        plans.append(moments.improved(known, pick.peak_bytes, options, part))
+        plans.append(moments.improved(known.front, known, pick.peak_bytes, options, part))
     return tuple(_best(plans, problem.base_time_us))
 
 

@@ -44,41 +44,31 @@ def solve(
     ``gap`` is a part of the time of store-all: a plan so near to its bound is not worked on; after
     some rounds, nor is one that is twice as far.
     """
-    deadline = Deadline(options.time_limit_s)
-    if budget_bytes is None or replay(problem, store_all(problem)).peak_bytes <= budget_bytes:
-        steps, seconds = store_all(problem), deadline.seconds()
+    deadline, steps = Deadline(options.time_limit_s), store_all(problem)
+    if budget_bytes is None or replay(problem, steps).peak_bytes <= budget_bytes:
+        seconds = deadline.seconds()
         return make_plan(problem, steps, NAME, budget_bytes=budget_bytes, seconds=seconds)
+    known: greedy.GreedyFront | None = None
     front = greedy.quick_front(problem, budget_bytes, options)
     if front.best(budget_bytes) is None:
-        return improved(greedy.whole_front(problem, options), budget_bytes, options, deadline, gap)
-    return _refined(front, None, budget_bytes, options, deadline, gap)
+        known = greedy.whole_front(problem, options)
+        front = known.front
+    return improved(front, known, budget_bytes, options, deadline, gap)
 
 
 def improved(
-    known: greedy.GreedyFront,
-    budget_bytes: int,
-    options: SolverOptions,
-    deadline: Deadline,
-    gap: float = 0.0,
-) -> Plan:
-    """The best plan from what the greedy solver found."""
-    plan = known.choose(budget_bytes)
-    if plan.time_us <= known.front.model.problem.base_time_us:
-        return replace(plan, solver=NAME, budget_bytes=budget_bytes)
-    front = replace(known.front, entries=[*known.front.entries])
-    return _refined(front, known, budget_bytes, options, deadline, gap)
-
-
-def _refined(
     front: ParetoFront,
     known: greedy.GreedyFront | None,
     budget_bytes: int,
     options: SolverOptions,
     deadline: Deadline,
-    gap: float,
+    gap: float = 0.0,
 ) -> Plan:
-    """The best plan of all rounds, and of the greedy solver where the first ones do not do."""
-    problem = front.model.problem
+    """The best plan of all rounds, and of the greedy solver where the first ones do not do.
+
+    ``known`` is what that found, if it was asked before; its front stays as it is.
+    """
+    problem, front = front.model.problem, replace(front, entries=[*front.entries])
     refinement = Refinement(front, budget_bytes, deadline, gap * problem.base_time_us)
     for number, state in enumerate(refinement.rounds(), start=1):
         front.offer(state)
@@ -146,7 +136,8 @@ class Refinement:
     bound_us: float = 0.0
 
     def __post_init__(self) -> None:
-        self.points = {int(StageSchedule(self.front.model).peak.argmax())}
+        peak = StageSchedule(self.front.model).peak
+        self.points = {int(peak.argmax())} if peak.size else set[int]()
 
     def proven(self) -> bool:
         """Whether the best plan so far is as good as the bound, or near enough to it."""
@@ -156,7 +147,7 @@ class Refinement:
     def rounds(self) -> Iterator[StageSchedule]:
         """A schedule for each set of program points; the caller may change it."""
         for _ in range(constants.POINTS // 2):
-            if not self.deadline.running() or self.proven():
+            if not self.points or not self.deadline.running() or self.proven():
                 return
             runs = self._cheapest_runs()
             if runs is None:
