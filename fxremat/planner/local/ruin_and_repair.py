@@ -9,7 +9,6 @@ beforehand and random numbers are seeded, so the outcome is deterministic.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -24,17 +23,12 @@ SLACK = 2 * MEASURABLE
 """A repair is given up once it costs this part of the schedule's time more than before."""
 
 
-@dataclass
 class Improver:
     """Improves one schedule at one target after another; what it finds goes to the front."""
 
-    search: EditableSchedule
-    front: ParetoFront
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        self.random = random.Random(self.seed)
-        self.normal = np.random.default_rng(self.seed)
+    def __init__(self, search: EditableSchedule, front: ParetoFront, seed: int = 0) -> None:
+        self.search, self.front = search, front
+        self.random, self.normal = random.Random(seed), np.random.default_rng(seed)
 
     @staticmethod
     def at(front: ParetoFront, target: int, seed: int = 0) -> Improver:

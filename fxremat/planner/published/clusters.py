@@ -91,15 +91,12 @@ def turn_of(model: IndexedProblem) -> int:
 # -- one level of the hierarchy ---------------------------------------------------------------
 
 
-@dataclass
 class Level:
     """Clusters and the backwards of each that there are to choose from; the first is store-all."""
 
-    clusters: Sequence[Cluster]
-    options: list[list[Steps]]
-
-    def __post_init__(self) -> None:
-        self.model, self.again = self.clusters[0].model, dict[str, Steps]()
+    def __init__(self, clusters: Sequence[Cluster], options: list[list[Steps]]) -> None:
+        self.clusters, self.options, self.model = clusters, options, clusters[0].model
+        self.again = dict[str, Steps]()
         """The ops of each op of the problem when it runs again, or of a backward."""
 
     def steps(self, budget: int, deadline: Deadline) -> Iterator[int]:
