@@ -10,7 +10,6 @@ again. Large clusters are cut again, down to those that the solver `moments` tak
 
 from __future__ import annotations
 
-from functools import partial
 from itertools import islice
 
 from fxremat.core.constants import ROUNDS
@@ -105,10 +104,16 @@ class Hierarchy(PartPlans):
     def _search(self, part: Part) -> list[Steps]:
         """Schedules of the cluster's own problem, for several pauses and budgets."""
         model = part.model
+
+        def figures(steps: Steps) -> tuple[float, ...]:
+            """What a level above chooses by: bytes saved, time, the peak of the backward."""
+            saved = model.size_of(filter(model.evictable, read_later(model, steps)))
+            return saved, model.time_of(steps), most_alive(model, steps, frozenset())
+
         written = {v for op in part.forward for v in model.writes[op] if model.evictable(v)}
         repeatable = model.repeatable.__getitem__
         found = part.schedules(written, repeatable, self.deadline, self._improve)
-        return worth_a_choice(found, partial(_figures, part), GRID)
+        return worth_a_choice(found, figures, GRID)
 
     def _improve(self, front: ParetoFront) -> None:
         """What the level below finds, or the solver `moments`."""
@@ -125,10 +130,3 @@ class Hierarchy(PartPlans):
                 rounds = Refinement(front, budget, self.deadline).rounds()
                 for state in islice(rounds, 3):
                     front.offer(state)
-
-
-def _figures(part: Part, steps: Steps) -> tuple[float, ...]:
-    """What a level above chooses an option by: bytes saved, time, the peak of the backward."""
-    model = part.model
-    saved = model.size_of(filter(model.evictable, read_later(model, steps)))
-    return saved, model.time_of(steps), most_alive(model, steps, frozenset())

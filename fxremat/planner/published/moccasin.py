@@ -118,8 +118,14 @@ def _answers(question: dict[str, Any], deadline: Deadline) -> Iterator[list[Extr
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         threading.Thread(target=_stop_in_time, args=(process, deadline), daemon=True).start()
+        assert process.stdin is not None
+        assert process.stdout is not None
         try:
-            yield from _talk(process, question)
+            with suppress(BrokenPipeError):  # of a process that failed, or was stopped, meanwhile
+                json.dump(question, process.stdin)
+                process.stdin.close()
+            for line in process.stdout:
+                yield [(op, stage) for op, stage in json.loads(line)]
             if process.wait() != 0 and deadline.running():
                 said = "" if process.stderr is None else process.stderr.read()
                 raise ProblemRefused(
@@ -127,16 +133,6 @@ def _answers(question: dict[str, Any], deadline: Deadline) -> Iterator[list[Extr
                 )
         finally:
             process.kill()
-
-
-def _talk(process: subprocess.Popen[str], question: dict[str, Any]) -> Iterator[list[ExtraRun]]:
-    assert process.stdin is not None
-    assert process.stdout is not None
-    with suppress(BrokenPipeError):  # of a process that failed, or was stopped, meanwhile
-        json.dump(question, process.stdin)
-        process.stdin.close()
-    for line in process.stdout:
-        yield [(op, stage) for op, stage in json.loads(line)]
 
 
 def _stop_in_time(process: subprocess.Popen[str], deadline: Deadline) -> None:
