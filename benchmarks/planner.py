@@ -28,10 +28,7 @@ from fxremat.core.check import check
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
 from fxremat.core.timeline import replay
-from fxremat.planner import SOLVERS, SolverOptions, solve
-from fxremat.planner.published.chain import NotAChain
-from fxremat.planner.published.checkmate import TooManyRuns
-from fxremat.planner.published.moccasin import NotInstalled
+from fxremat.planner import SOLVERS, ProblemRefused, SolverOptions, solve
 
 from .commands import parser_for, write_json
 from .planner_problems import DIRECTORY, NONE, TRACED, collect
@@ -41,7 +38,6 @@ CHOICES = tuple(dict.fromkeys(("auto", *SOLVERS)))
 DEFAULT = [name for name in CHOICES if name != "least_peak"]
 SOLVER = "greedy"
 """What the others are compared with."""
-REFUSALS = (NotAChain, TooManyRuns, NotInstalled)
 ADVICE = ("What to do", "Use the solver", "use solver")
 SAME = 1e-6
 """By this part of a time a bound may be above it: solvers compute in floating point."""
@@ -63,7 +59,7 @@ def attempt(case: Case, problem: Problem, title: str, plan_it: Callable[[Problem
     started = time.perf_counter()
     try:
         plan = plan_it(replace(problem))
-    except REFUSALS as error:
+    except ProblemRefused as error:
         return Row(case, title, "refused", time.perf_counter() - started, reason=_brief(error))
     except Exception as error:  # the others are still to come
         traceback.print_exc()

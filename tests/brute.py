@@ -18,7 +18,7 @@ from fxremat.core.check import check
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Op, Problem
 from fxremat.core.timeline import store_all_peak
-from fxremat.planner.indexed_problem import build_model, peak_bound
+from fxremat.planner.indexed_problem import IndexedProblem, peak_bound
 
 
 def least_time(problem: Problem, budget: int) -> tuple[float, tuple[str, ...]] | None:
@@ -100,7 +100,7 @@ def plain(problem: Problem) -> Problem:
 
 def budget_between(problem: Problem, percent: int) -> int:
     """A budget from the bound on the least peak (0) to the peak of store-all (100)."""
-    low, high = peak_bound(build_model(problem)), store_all_peak(problem)
+    low, high = peak_bound(IndexedProblem(problem)), store_all_peak(problem)
     return low + (high - low) * percent // 100
 
 

@@ -97,7 +97,7 @@ def test_checker_counts_padding() -> None:
 
 def test_sections_part_where_nothing_is_alive_across() -> None:
     parts = split_into_sections([LATE, EARLY, Buffer("empty", 0, 4, 0)])
-    assert [part.names for part in parts] == [("early",), ("late",)]
+    assert [part.names for part in parts] == [["early"], ["late"]]
     (part,) = split_into_sections(THREE)
     assert part.live_bytes == (12, 13)
 

@@ -16,7 +16,7 @@ from fxremat.core.problem import Copies, Op, Problem, Value, validate
 from fxremat.core.timeline import replay, store_all_peak
 from fxremat.planner.moves.offload import movable
 from fxremat.planner.moves.transfers import Fetch, Item, place
-from fxremat.planner.published import pofo, rockmate, rotor
+from fxremat.planner.published import rockmate, rotor
 from fxremat.planner.published.chain import NotAChain
 from fxremat.planner.solvers import SolverOptions
 from tests import brute, chains, strategies
@@ -217,5 +217,5 @@ def test_values_that_cannot_be_computed_again_move() -> None:
 
 def test_weights_in_host_memory_are_refused_with_advice() -> None:
     problem = replace(net(4), resident=(), host=("w",))
-    with pytest.raises(pofo.LivesOnHost, match=r"w lives in host memory.*'auto'"):
+    with pytest.raises(planner.ProblemRefused, match=r"w lives in host memory.*'auto'"):
         planner.solve(problem, 10, "pofo")

@@ -17,18 +17,16 @@ from fxremat.core.timeline import replay, store_all_peak
 from fxremat.core.variants import take
 from fxremat.planner import solve
 from fxremat.planner.deadline import Deadline
-from fxremat.planner.indexed_problem import IndexedProblem, build_model
+from fxremat.planner.indexed_problem import IndexedProblem
 from fxremat.planner.published import rockmate, rotor
 from fxremat.planner.published.chain import (
     NotAChain,
-    block_costs,
     find_chain,
-    store_all,
 )
 from fxremat.planner.published.clusters import Level, decompose
 from fxremat.planner.published.hrockmate import Hierarchy
 from fxremat.planner.published.parts import PartPlans
-from fxremat.planner.published.rockmate import block_options, part_of
+from fxremat.planner.published.rockmate import block_options
 from fxremat.planner.published.rotor import Table
 from fxremat.planner.solvers import SolverOptions
 from tests import brute, chains
@@ -72,8 +70,7 @@ def test_model_agrees_with_the_replay() -> None:
     """With a slot per byte the table's memory and time are those of the replayed plan."""
     for problem in (chains.blocks(5), chains.chain([3, 5, 2, 6], [1.0, 2.0, 3.0, 1.0])):
         chain = find_chain(problem)
-        costs = block_costs(chain, [[store_all(block)] for block in chain.blocks])
-        table = Table(costs, Deadline(None))
+        table = Table(chain, chain.store_all, Deadline(None))
         assert table.slot == 1.0
         for slots in table.levels():
             line = replay(problem, chain.model.names(table.steps(slots)))
@@ -148,10 +145,10 @@ def test_never_slower_than_rotor(problem: Problem) -> None:
 
 def test_equal_blocks_are_solved_once() -> None:
     chain, plans = find_chain(chains.blocks(9)), PartPlans(Deadline(None))
-    options = [block_options(chain, block, plans) for block in chain.blocks]
-    assert len(plans.found) == len({part_of(chain, block).shape for block in chain.blocks})
+    options = [block_options(block, plans) for block in chain.blocks]
+    assert len(plans.found) == len({block.shape for block in chain.blocks})
     assert len(plans.found) <= len(chain.blocks) // 2
-    assert options[-4] == block_options(chain, chain.blocks[-4], PartPlans(Deadline(None)))
+    assert options[-4] == block_options(chain.blocks[-4], PartPlans(Deadline(None)))
 
 
 # --- hrockmate ----------------------------------------------------------------------------
@@ -165,7 +162,7 @@ def some_problems() -> st.SearchStrategy[Problem]:
 
 def level_of(model: IndexedProblem, count: int) -> Level:
     """Clusters with all options that there are to find."""
-    hierarchy, parts = Hierarchy(PartPlans(Deadline(None))), decompose(model, count)
+    hierarchy, parts = Hierarchy(Deadline(None)), decompose(model, count)
     return Level(parts, [hierarchy.options(part) for part in parts])
 
 
@@ -177,7 +174,7 @@ def test_a_level_is_a_problem(data: st.DataObject) -> None:
     Store-all takes what it does, and is chosen where it fits.
     """
     problem = data.draw(some_problems())
-    model = build_model(problem)
+    model = IndexedProblem(problem)
     level = level_of(model, data.draw(st.integers(2, 5)))
     validate(level.problem)
     for variant in level.problem.variants:
@@ -192,16 +189,16 @@ def test_a_level_is_a_problem(data: st.DataObject) -> None:
 
 
 def test_clusters_of_one_shape_are_solved_once() -> None:
-    hierarchy, model = Hierarchy(PartPlans(Deadline(None))), build_model(chains.blocks(12))
+    hierarchy, model = Hierarchy(Deadline(None)), IndexedProblem(chains.blocks(12))
     level = hierarchy.level(model)
     assert level is not None
     with_backward = [its for its in level.clusters if its.backward]
-    assert 0 < len(hierarchy.plans.found) < len(with_backward)
+    assert 0 < len(hierarchy.found) < len(with_backward)
 
 
 def test_shapes_tell_what_matters() -> None:
     narrow, wide = (
-        {part.shape for part in decompose(build_model(chains.blocks(6, width)), 6)}
+        {part.shape for part in decompose(IndexedProblem(chains.blocks(6, width)), 6)}
         for width in (16, 17)
     )
     assert len(narrow) < 6

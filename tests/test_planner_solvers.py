@@ -18,7 +18,7 @@ from fxremat.core.plan import Plan
 from fxremat.core.problem import Op, Problem, Value, validate
 from fxremat.core.timeline import replay, store_all_peak
 from fxremat.planner import SOLVERS, SolverOptions, auto, front, solve
-from fxremat.planner.indexed_problem import build_model, peak_bound
+from fxremat.planner.indexed_problem import IndexedProblem, peak_bound
 from fxremat.planner.local import greedy
 from fxremat.planner.local.editable_schedule import EditableSchedule
 from fxremat.planner.local.stage_schedule import StageSchedule, steps_of
@@ -277,7 +277,7 @@ def test_outputs_and_non_repeatable_values_count_while_others_run() -> None:
         Op("end", ("once",), ("end",), 1.0),
     )
     problem = Problem("p", values, ops, outputs=("out",))
-    assert peak_bound(build_model(problem)) == 5 + 7 + 10 + 2
+    assert peak_bound(IndexedProblem(problem)) == 5 + 7 + 10 + 2
 
 
 # --- state --------------------------------------------------------------------------------
@@ -298,7 +298,7 @@ def agree(problem: Problem, state: StageSchedule) -> None:
 def walk(problem: Problem, seed: int, count: int) -> None:
     """Random additions and removals; the profile must follow, and come back."""
     rng = random.Random(seed)
-    search = EditableSchedule(StageSchedule(build_model(problem)))
+    search = EditableSchedule(StageSchedule(IndexedProblem(problem)))
     state = search.state
     for _ in range(count):
         runs = state.all_extra()

@@ -8,7 +8,6 @@ optimization for deep neural networks" (arXiv 1804.10001).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import combinations
 
 from fxremat.planner.addresses import Sections
@@ -16,18 +15,10 @@ from fxremat.planner.deadline import Deadline
 from fxremat.planner.milp.highs import Milp, Solution, Term
 
 
-@dataclass(frozen=True)
-class Exact:
-    """Offsets in bytes, and whether no arena is smaller than theirs."""
-
-    offsets: tuple[int, ...]
-    is_optimal: bool
-
-
 def place_exactly(
     sections: Sections, enough: int, unit: int, nodes: int, deadline: Deadline
-) -> Exact | None:
-    """The offsets of the least arena; None where the limits leave no solution.
+) -> tuple[int, ...] | None:
+    """The offsets of the least arena, in bytes; None where the limits leave no solution.
 
     ``enough`` are bytes of an arena that the buffers fit, ``unit`` is a divisor of all sizes and
     alignments.
@@ -40,7 +31,7 @@ def place_exactly(
     solution = programme.milp.solve(deadline, nodes=nodes, gap=0.0)
     if solution.values is None:
         return None
-    return Exact(programme.offsets(solution), solution.is_optimal)
+    return programme.offsets(solution)
 
 
 class _Programme:

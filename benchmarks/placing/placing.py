@@ -55,7 +55,7 @@ def _by_search(draft: Draft, goal: int, effort: int, deadline: Deadline) -> Draf
         return best
     unit = _unit(best.sections)
     found = exact.place_exactly(best.sections, best.arena_bytes, unit, limits.EXACT_NODES, deadline)
-    return best if found is None else best.or_better(found.offsets)
+    return best if found is None else best.or_better(found)
 
 
 class _Descent:

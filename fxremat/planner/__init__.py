@@ -15,7 +15,6 @@ from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
 from fxremat.planner import constants
 from fxremat.planner.deadline import Deadline
-from fxremat.planner.indexed_problem import build_model, peak_bound
 from fxremat.planner.local import greedy
 from fxremat.planner.milp import moments
 from fxremat.planner.moves import offload
@@ -44,21 +43,15 @@ def solve(
         )
     if problem.copies is not None and solver not in MOVING:
         return offload.solve(problem, budget_bytes, options, run)
-    plan = run(problem, budget_bytes, options)
-    if problem.copies is not None:
-        return plan
+    plan, base = run(problem, budget_bytes, options), problem.base_time_us
     if plan.peak_bound_bytes is None:
-        plan = replace(plan, peak_bound_bytes=peak_bound(build_model(problem)))
-    if budget_bytes is None or plan.peak_bytes > budget_bytes or _proves(plan, problem):
+        plan = replace(plan, peak_bound_bytes=offload.least_bytes(problem))
+    # Whether a bound on the time is known that is above the time of store-all, or is reached.
+    proven = plan.time_us <= base or (plan.time_bound_us or base) > base
+    if proven or problem.copies or budget_bytes is None or plan.peak_bytes > budget_bytes:
         return plan
     bound = moments.time_bound(problem, budget_bytes, options)
     return replace(plan, time_bound_us=min(bound, plan.time_us))
-
-
-def _proves(plan: Plan, problem: Problem) -> bool:
-    """Whether a bound on the time is known that is above the time of store-all, or is reached."""
-    base = problem.base_time_us
-    return plan.time_us <= base or (plan.time_bound_us or base) > base
 
 
 def front(problem: Problem, options: SolverOptions | None = None) -> tuple[Plan, ...]:
@@ -73,7 +66,7 @@ def front(problem: Problem, options: SolverOptions | None = None) -> tuple[Plan,
         if not deadline.running():
             break
         part = Deadline(deadline.left() / (len(slow) - k))
-        plans.append(moments.improved(known, pick.peak_bytes, options, part))
+        plans.append(moments.improved(known.front, known, pick.peak_bytes, options, part))
     return tuple(_best(plans, problem.base_time_us))
 
 

@@ -115,18 +115,27 @@ def _tops(sections: Sections, offsets: Sequence[int | None]) -> list[int]:
     return [0 if offset is None else offset + size for offset, size in pairs]
 
 
-@dataclass(frozen=True)
 class Sections:
     """Buffers by index: in which sections ``begin <= section < end``, sizes, alignments.
 
-    ``size`` is padded to the alignment. Buffers without bytes are not among them.
+    A section closes at the first end after a begin. ``size`` is padded to the alignment. Buffers
+    without bytes are not among them.
     """
 
-    names: tuple[str, ...]
-    begin: tuple[int, ...]
-    end: tuple[int, ...]
-    size: tuple[int, ...]
-    alignment: tuple[int, ...]
+    def __init__(self, buffers: Sequence[Buffer]) -> None:
+        self.names = [buffer.name for buffer in buffers]
+        self.size = [buffer.padded_bytes for buffer in buffers]
+        self.alignment = [buffer.alignment_bytes for buffer in buffers]
+        self.begin, self.end = [0] * len(buffers), [0] * len(buffers)
+        events = [(buffer.begin, 1, index) for index, buffer in enumerate(buffers)]
+        events += [(buffer.end, 0, index) for index, buffer in enumerate(buffers)]
+        section, grown = 0, False
+        for _, begins, index in sorted(events):
+            if begins:
+                self.begin[index], grown = section, True
+                continue
+            section, grown = section + grown, False
+            self.end[index] = section
 
     @property
     def count(self) -> int:
@@ -155,34 +164,13 @@ def split_into_sections(buffers: Sequence[Buffer]) -> list[Sections]:
             alive_until = buffer.end
         parts[-1].append(buffer)
         alive_until = max(alive_until, buffer.end)
-    return [in_sections(part) for part in parts]
+    return [Sections(part) for part in parts]
 
 
 def _solid(buffers: Iterable[Buffer]) -> list[Buffer]:
     """Those with bytes, in the order of time."""
     solid = (one for one in buffers if one.size_bytes)
     return sorted(solid, key=lambda one: (one.begin, one.end, one.size_bytes, one.name))
-
-
-def in_sections(buffers: Sequence[Buffer]) -> Sections:
-    """A section closes at the first end after a begin."""
-    events = [(buffer.begin, 1, index) for index, buffer in enumerate(buffers)]
-    events += [(buffer.end, 0, index) for index, buffer in enumerate(buffers)]
-    begin, end = [0] * len(buffers), [0] * len(buffers)
-    section, grown = 0, False
-    for _, begins, index in sorted(events):
-        if begins:
-            begin[index], grown = section, True
-            continue
-        section, grown = section + grown, False
-        end[index] = section
-    return Sections(
-        tuple(buffer.name for buffer in buffers),
-        tuple(begin),
-        tuple(end),
-        tuple(buffer.padded_bytes for buffer in buffers),
-        tuple(buffer.alignment_bytes for buffer in buffers),
-    )
 
 
 def place_in_order(
@@ -292,7 +280,7 @@ class PartialArena:
         self._all = _solid((*buffers, *others))
         # What each buffer takes outside of the arena.
         self._bytes = [replace(one, alignment_bytes=unit).padded_bytes for one in self._all]
-        self._sections, every = in_sections(self._all), range(len(self._all))
+        self._sections, every = Sections(self._all), range(len(self._all))
         names = {one.name for one in others}
         self._others = {k for k in every if self._all[k].name in names}
         self._live = self._live_of(every)

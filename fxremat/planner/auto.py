@@ -13,7 +13,7 @@ from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
 from fxremat.planner import constants
 from fxremat.planner.deadline import Deadline
-from fxremat.planner.indexed_problem import build_model
+from fxremat.planner.indexed_problem import IndexedProblem
 from fxremat.planner.milp import moments
 from fxremat.planner.plans import limit_s, rank
 from fxremat.planner.solvers import SolverOptions, named
@@ -32,14 +32,12 @@ def _best_of_solvers(
     problem: Problem, budget_bytes: int | None, options: SolverOptions, deadline: Deadline
 ) -> Plan:
     """The best of the solvers that it takes."""
-    enough = max(options.gap, MEASURABLE)
-    gap = max(options.gap, MEASURABLE / 2)
-    first = replace(options, gap=gap, time_limit_s=deadline.left() / 2)
-    best = moments.solve(problem, budget_bytes, first)
+    first = replace(options, time_limit_s=deadline.left() / 2)
+    best = moments.solve(problem, budget_bytes, first, MEASURABLE / 2)
     if budget_bytes is None:
         return best
     for name in ("checkmate", "hrockmate") if _is_small(problem) else ("hrockmate",):
-        if _is_solved(best, problem, enough) or not deadline.running():
+        if _is_solved(best, problem) or not deadline.running():
             break
         rest = replace(options, start=best.ops, time_limit_s=deadline.left())
         best = _better(best, named(name)(problem, budget_bytes, rest))
@@ -70,7 +68,7 @@ def _lower_peak(problem: Problem, best: Plan, options: SolverOptions, deadline: 
 
 def _is_small(problem: Problem) -> bool:
     """Whether few ops may run again in few stages, so that programmes decide what is feasible."""
-    model = build_model(problem)
+    model = IndexedProblem(problem)
     repeats = (
         max((op, *(model.last_needs[value] for value in model.writes[op]))) - op
         for op in range(model.n)
@@ -79,13 +77,13 @@ def _is_small(problem: Problem) -> bool:
     return sum(repeats) <= 2 * constants.MANY_COLUMNS
 
 
-def _is_solved(plan: Plan, problem: Problem, gap: float) -> bool:
+def _is_solved(plan: Plan, problem: Problem) -> bool:
     """Whether the plan is optimal but for a small gap, or proven that none fits."""
     assert plan.budget_bytes is not None
     if plan.peak_bytes > plan.budget_bytes:
         return plan.peak_bound_bytes is not None and plan.peak_bound_bytes > plan.budget_bytes
     bound = plan.time_bound_us or problem.base_time_us
-    return plan.time_us - bound <= gap * problem.base_time_us
+    return plan.time_us - bound <= MEASURABLE * problem.base_time_us
 
 
 def _better(one: Plan, other: Plan) -> Plan:

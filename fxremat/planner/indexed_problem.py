@@ -7,7 +7,6 @@ every profile. Outputs stay once written, so they have no gaps and no further co
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from operator import add
@@ -17,32 +16,34 @@ from fxremat.core.problem import Problem
 INPUT = -1
 
 
-@dataclass(frozen=True)
 class IndexedProblem:
     """Ops and values as lists; a *stage* is the position of an op in base order.
 
     ``n`` is the number of ops. Times are in microseconds, sizes in bytes. ``writer`` is `INPUT`
-    for values that no op writes.
+    for values that no op writes. Resident values are not among the values.
     """
 
-    problem: Problem
-    n: int
-    time: list[float]
-    workspace: list[int]
-    repeatable: list[bool]
-    reads: list[tuple[int, ...]]
-    writes: list[tuple[int, ...]]
-    inplace: list[tuple[tuple[int, int], ...]]
-    bytes: list[int]
-    writer: list[int]
-    is_output: list[bool]
-    inputs: tuple[int, ...]
-
-    @cached_property
-    def value_names(self) -> list[str]:
-        """The name of each value."""
-        resident = set(self.problem.resident)
-        return [value.name for value in self.problem.values if value.name not in resident]
+    def __init__(self, problem: Problem) -> None:
+        resident, outputs = set(problem.resident), set(problem.outputs)
+        names = [value.name for value in problem.values if value.name not in resident]
+        index = {name: i for i, name in enumerate(names)}
+        self.problem, self.n, self.value_names = problem, len(problem.ops), names
+        self.time = [op.time_us for op in problem.ops]
+        self.workspace = [op.workspace_bytes for op in problem.ops]
+        self.repeatable = [op.repeatable for op in problem.ops]
+        self.reads = [tuple({index[r]: None for r in op.reads if r in index}) for op in problem.ops]
+        self.writes = [tuple({index[w]: None for w in op.writes}) for op in problem.ops]
+        self.inplace = [
+            tuple((index[r], index[w]) for r, w in op.inplace if r in index and r not in outputs)
+            for op in problem.ops
+        ]
+        self.bytes = [problem.bytes_of[name] for name in names]
+        self.writer = [INPUT] * len(names)
+        for i, written in enumerate(self.writes):
+            for value in written:
+                self.writer[value] = i
+        self.is_output = [name in outputs for name in names]
+        self.inputs = tuple(index[name] for name in dict.fromkeys(problem.inputs) if name in index)
 
     @cached_property
     def last_reads(self) -> list[int]:
@@ -129,35 +130,6 @@ def live_bytes(spans: Iterable[tuple[int, int, int]], count: int) -> list[int]:
     return list(accumulate(change[:count]))
 
 
-def build_model(problem: Problem) -> IndexedProblem:
-    """Index the ops and the values that are not resident."""
-    resident = set(problem.resident)
-    names = [value.name for value in problem.values if value.name not in resident]
-    index = {name: i for i, name in enumerate(names)}
-    writer = [INPUT] * len(names)
-    for i, op in enumerate(problem.ops):
-        for name in op.writes:
-            writer[index[name]] = i
-    outputs = set(problem.outputs)
-    return IndexedProblem(
-        problem=problem,
-        n=len(problem.ops),
-        time=[op.time_us for op in problem.ops],
-        workspace=[op.workspace_bytes for op in problem.ops],
-        repeatable=[op.repeatable for op in problem.ops],
-        reads=[tuple({index[r]: None for r in op.reads if r in index}) for op in problem.ops],
-        writes=[tuple({index[w]: None for w in op.writes}) for op in problem.ops],
-        inplace=[
-            tuple((index[r], index[w]) for r, w in op.inplace if r in index and r not in outputs)
-            for op in problem.ops
-        ],
-        bytes=[problem.bytes_of[name] for name in names],
-        writer=writer,
-        is_output=[name in outputs for name in names],
-        inputs=tuple(index[name] for name in dict.fromkeys(problem.inputs) if name in index),
-    )
-
-
 def peak_bound(model: IndexedProblem) -> int:
     """A lower bound on the peak of every schedule whose first runs come in base order.
 
@@ -171,32 +143,19 @@ def peak_bound(model: IndexedProblem) -> int:
     The bound is the largest such sum. With another order of the first runs fewer outputs might be
     live at the worst op, so the bound is proven for base order only.
     """
+    sizes, ops, evictable = model.bytes, range(model.n), model.evictable
     last = [max(read, op, 0) for read, op in zip(model.last_reads, model.writer, strict=True)]
-    spans = [_span(model, value, until) for value, until in enumerate(last)]
-    known = ((*span, size) for span, size in zip(spans, model.bytes, strict=True) if span)
-    pinned, floor = live_bytes(known, model.n), model.problem.resident_bytes
-    own = (_own_bytes(model, op, spans, last) for op in range(model.n))
-    return floor + max(map(add, pinned, own), default=0)
-
-
-def _span(model: IndexedProblem, value: int, last: int) -> tuple[int, int] | None:
-    """The stages, first and stop, at which the value is certainly live; None if none is certain."""
-    if model.evictable(value):
-        return None
-    return max(model.writer[value], 0), model.n if model.is_output[value] else last + 1
-
-
-def _own_bytes(
-    model: IndexedProblem, op: int, spans: Sequence[tuple[int, int] | None], last: Sequence[int]
-) -> int:
-    """Bytes of the op itself that are not among the certain ones already."""
-    size = model.workspace[op]
-    for value in (*model.reads[op], *model.writes[op]):
-        span = spans[value]
-        if span is None or not span[0] <= op < span[1]:
-            size += model.bytes[value]
-    # A pair may be taken over in place only if its read can die here.
-    for read, write in model.inplace[op]:
-        if model.evictable(read) or last[read] <= op:
-            size -= min(model.bytes[read], model.bytes[write])
-    return size
+    spans = [
+        (max(op, 0), model.n if model.is_output[value] else last[value] + 1, sizes[value])
+        for value, op in enumerate(model.writer)
+        if not evictable(value)
+    ]
+    touched = ((op, v) for op in ops for v in (*model.reads[op], *model.writes[op]) if evictable(v))
+    live = live_bytes((*spans, *((op, op + 1, sizes[value]) for op, value in touched)), model.n)
+    highest = 0
+    for op, pairs in enumerate(model.inplace):
+        # A pair may be taken over in place only if its read can die here.
+        over = (pair for pair in pairs if evictable(pair[0]) or last[pair[0]] <= op)
+        shared = sum(min(sizes[read], sizes[write]) for read, write in over)
+        highest = max(highest, live[op] + model.workspace[op] - shared)
+    return model.problem.resident_bytes + highest

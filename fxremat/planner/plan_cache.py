@@ -47,7 +47,6 @@ class PlanQuestion:
             "budget_bytes": self.budget_bytes,
             "solver": self.solver,
             "time_limit_s": options.time_limit_s,
-            "gap": options.gap,
             "improved": options.improved,
             "start": None if options.start is None else list(options.start),
             "highspy": _highspy_version(),

@@ -32,14 +32,11 @@ class SolverOptions:
     """Limits count iterations before they count seconds.
 
     ``time_limit_s`` is None by default: then the plan depends on the problem alone.
-    ``gap`` is a part of the time of store-all: the solver `moments` does not work on a plan so
-    near to its bound; after some rounds, nor on one that is twice as far.
     Where there are variants, the best choice found is ``improved`` by one more or less at a time.
     ``start`` are the steps of a plan to begin with. ``progress`` is called now and then.
     """
 
     time_limit_s: float | None = None
-    gap: float = 0.0
     improved: bool = True
     start: tuple[str, ...] | None = None
     progress: Callable[[Progress], None] | None = field(default=None, compare=False)

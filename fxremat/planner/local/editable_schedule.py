@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -129,7 +128,6 @@ def unread_after(state: StageSchedule, removed: tuple[ExtraRun, ...]) -> tuple[E
     return tuple(out)
 
 
-@dataclass
 class EditableSchedule:
     """A stage schedule under local search.
 
@@ -137,13 +135,10 @@ class EditableSchedule:
     length. ``noise`` has a factor for each op, by which its gaps are ranked lower or higher.
     """
 
-    state: StageSchedule
-    length_exponent: float = 0.0
-    noise: npt.NDArray[np.float64] | None = None
-    journal: list[Undo] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.gaps = GapTable(self.state)
+    def __init__(self, state: StageSchedule, length_exponent: float = 0.0) -> None:
+        self.state, self.length_exponent, self.gaps = state, length_exponent, GapTable(state)
+        self.noise: npt.NDArray[np.float64] | None = None
+        self.journal = list[Undo]()
 
     # -- journal ---------------------------------------------------------------------------
 
@@ -287,10 +282,6 @@ class EditableSchedule:
         while runs:
             self.change((), runs)
             runs = unread_after(self.state, runs)
-
-    def remove_unread(self, runs: tuple[ExtraRun, ...]) -> None:
-        """Leave out those of the runs that nothing reads."""
-        self.remove_runs(tuple(run for run in runs if not self.state.is_read(run)))
 
     def keep_what_fits(self, limit: int, runs: Iterable[ExtraRun] | None = None) -> None:
         """Leave out every extra run without which the peak stays within the limit.

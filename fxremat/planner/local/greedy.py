@@ -17,7 +17,7 @@ from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
 from fxremat.planner import constants
 from fxremat.planner.deadline import Deadline
-from fxremat.planner.indexed_problem import IndexedProblem, build_model, peak_bound
+from fxremat.planner.indexed_problem import IndexedProblem, peak_bound
 from fxremat.planner.local import level_sweep
 from fxremat.planner.local.editable_schedule import (
     EditableSchedule,
@@ -81,7 +81,7 @@ def adapt(plan: Plan, problem: Problem, budget_bytes: int, options: SolverOption
     it takes hardly longer than the plan did: else the other problem is the better one.
     """
     started = time.perf_counter()
-    model = build_model(problem)
+    model = IndexedProblem(problem)
     front, work = ParetoFront(model), path_work(model.n)
     front.offer(StageSchedule(model))
     search = EditableSchedule(StageSchedule(model, extra_runs(model, plan.ops)))
@@ -96,7 +96,7 @@ def adapt(plan: Plan, problem: Problem, budget_bytes: int, options: SolverOption
 
 def quick_front(problem: Problem, budget_bytes: int | None, options: SolverOptions) -> ParetoFront:
     """What is found on the way to one budget, with about a tenth of the work of `whole_front`."""
-    model, deadline = build_model(problem), Deadline(options.time_limit_s)
+    model, deadline = IndexedProblem(problem), Deadline(options.time_limit_s)
     front = ParetoFront(model)
     if budget_bytes is None:
         front.offer(StageSchedule(model))
@@ -148,7 +148,7 @@ def front(problem: Problem, options: SolverOptions) -> tuple[Plan, ...]:
 def whole_front(problem: Problem, options: SolverOptions) -> GreedyFront:
     """The front of a problem, remembered for the last few problems."""
     started = time.perf_counter()
-    front = ParetoFront(build_model(problem))
+    front = ParetoFront(IndexedProblem(problem))
     least = level_sweep.fill(front, options)
     bound = max(peak_bound(front.model), least)
     return GreedyFront(front, bound, time.perf_counter() - started)

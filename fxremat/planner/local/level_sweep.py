@@ -89,7 +89,7 @@ def offer_segments(front: ParetoFront, work: int) -> None:
         runs = segment_runs(store_all, count)
         if runs:
             search = EditableSchedule(StageSchedule(front.model, runs))
-            search.remove_unread(tuple(runs))
+            search.remove_runs(tuple(run for run in runs if not search.state.is_read(run)))
             search.keep_what_fits(search.state.max_peak())
             search.commit()
             descend(search, front, 0, work // len(counts))

@@ -9,7 +9,6 @@ beforehand and random numbers are seeded, so the outcome is deterministic.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -17,29 +16,25 @@ from fxremat.core.constants import MEASURABLE
 from fxremat.planner import constants
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.local.editable_schedule import EditableSchedule, plan_eviction
-from fxremat.planner.local.stage_schedule import ExtraRun, ParetoFront
+from fxremat.planner.local.stage_schedule import ExtraRun, ParetoFront, StageSchedule
 
 NO_LIMIT = 1 << 62
 SLACK = 2 * MEASURABLE
 """A repair is given up once it costs this part of the schedule's time more than before."""
 
 
-@dataclass
 class Improver:
     """Improves one schedule at one target after another; what it finds goes to the front."""
 
-    search: EditableSchedule
-    front: ParetoFront
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        self.random = random.Random(self.seed)
-        self.normal = np.random.default_rng(self.seed)
+    def __init__(self, search: EditableSchedule, front: ParetoFront, seed: int = 0) -> None:
+        self.search, self.front = search, front
+        self.random, self.normal = random.Random(seed), np.random.default_rng(seed)
 
     @staticmethod
     def at(front: ParetoFront, target: int, seed: int = 0) -> Improver:
         """An improver of the best schedule within the target, or of the lowest one."""
-        return Improver(EditableSchedule(front.state(front.choose(target))), front, seed)
+        state = StageSchedule(front.model, front.choose(target).runs())
+        return Improver(EditableSchedule(state), front, seed)
 
     def rounds(self, target: int, work: int) -> None:
         """A few hundred rounds and so much work at most, fewer where they win nothing any more.

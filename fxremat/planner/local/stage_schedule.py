@@ -293,10 +293,6 @@ class ParetoFront:
         """The schedule of an entry, by the names of ops."""
         return self.model.names(steps_of(self.model.n, entry.runs()))
 
-    def state(self, entry: Entry) -> StageSchedule:
-        """The entry as a state to start from."""
-        return StageSchedule(self.model, entry.runs())
-
 
 def steps_of(n: int, extra: Iterable[ExtraRun]) -> list[int]:
     """Steps of a schedule given by its extra runs, which come by stage and then by op."""

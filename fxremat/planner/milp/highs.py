@@ -53,7 +53,6 @@ class Solution:
     values: npt.NDArray[np.float64] | None
     objective: float
     bound: float
-    is_optimal: bool = False
 
     def chosen(self, column: int) -> bool:
         """Whether an integer column of bounds 0 and 1 is 1."""
@@ -105,7 +104,7 @@ class Milp:
         self,
         deadline: Deadline,
         *,
-        nodes: int | None = None,
+        nodes: int = highspy.kHighsIInf,
         gap: float = TOLERANCE,
         absolute_gap: float = 0.0,
         start: Sequence[float] | npt.NDArray[np.float64] | None = None,
@@ -115,26 +114,23 @@ class Milp:
 
         At most ``nodes`` of the search tree are looked at. A solution is good enough if it is as
         near to the bound as ``gap`` of itself, or as ``absolute_gap``. ``start`` is a solution to
-        begin with: a value for each column.
+        begin with: a value for each column, infinite for continuous ones that HiGHS is to find.
         """
         if not self.cost:  # HiGHS calls such a programme empty, whatever its rows say
             rows = zip(self.row_low, self.row_high, strict=True)
             if all(low <= 0 <= high for low, high in rows):
-                return Solution(np.zeros(0), 0.0, 0.0, is_optimal=True)
+                return Solution(np.zeros(0), 0.0, 0.0)
             return Solution(None, FREE, FREE)
         highs = highspy.Highs()  # type: ignore[no-untyped-call]
         options: dict[str, bool | int | float] = {
             "output_flag": False,
-            "log_to_console": False,
             "threads": 1,
             "mip_rel_gap": gap,
             "mip_abs_gap": absolute_gap,
             "mip_allow_restart": self.may_restart,
+            "mip_max_nodes": nodes,
+            "time_limit": max(0.0, deadline.left()),
         }
-        if nodes is not None:
-            options["mip_max_nodes"] = nodes
-        if deadline.left() < FREE:
-            options["time_limit"] = max(0.0, deadline.left())
         for name, value in options.items():
             highs.setOptionValue(name, value)
         highs.passModel(self._lp())
@@ -161,7 +157,7 @@ class Milp:
         Its bound is that of the relaxation. This is relaxation enforced neighbourhood search
         (Berthold, "RENS", Mathematical Programming Computation 2014).
         """
-        relaxed = self.relaxed(deadline)
+        relaxed = replace(self, integer=[False] * len(self.integer)).solve(deadline)
         if relaxed.values is None:
             return relaxed
         low, high = list(self.low), list(self.high)
@@ -170,13 +166,7 @@ class Milp:
                 low[column] = high[column] = round(value)
         near = replace(self, low=low, high=high)
         found = near.solve(deadline, nodes=nodes, gap=gap, absolute_gap=absolute_gap)
-        if found.values is None:
-            return Solution(None, FREE, relaxed.bound)
-        return Solution(found.values, found.objective, relaxed.bound)
-
-    def relaxed(self, deadline: Deadline) -> Solution:
-        """The optimum of the linear relaxation: all columns continuous."""
-        return replace(self, integer=[False] * len(self.integer)).solve(deadline)
+        return replace(found, bound=relaxed.bound)
 
     def _lp(self) -> highspy.HighsLp:
         lp = highspy.HighsLp()
@@ -202,10 +192,9 @@ class Milp:
         feasible = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
         values = np.array(highs.getSolution().col_value) if feasible else None
         objective = info.objective_function_value if feasible else FREE
-        is_optimal = status == highspy.HighsModelStatus.kOptimal
-        of_lp = objective if is_optimal else -FREE
+        of_lp = objective if status == highspy.HighsModelStatus.kOptimal else -FREE
         bound = info.mip_dual_bound if any(self.integer) else of_lp
-        return Solution(values, objective, bound, is_optimal)
+        return Solution(values, objective, bound)
 
 
 def _run(highs: highspy.Highs) -> None:
@@ -215,9 +204,6 @@ def _run(highs: highspy.Highs) -> None:
     It runs in a thread of its own, for Python answers Ctrl-C only between its own instructions,
     and only in the main thread.
     """
-    if threading.current_thread() is not threading.main_thread():
-        highs.run()
-        return
     given_up = threading.Event()
     raised: list[BaseException] = []
 

@@ -23,7 +23,7 @@ from fxremat.core.schedule import store_all
 from fxremat.core.timeline import store_all_peak
 from fxremat.planner import constants
 from fxremat.planner.deadline import Deadline
-from fxremat.planner.indexed_problem import build_model, peak_bound
+from fxremat.planner.indexed_problem import IndexedProblem, peak_bound
 from fxremat.planner.local import greedy
 from fxremat.planner.local.editable_schedule import EditableSchedule, descend
 from fxremat.planner.local.ruin_and_repair import polish
@@ -36,48 +36,40 @@ from fxremat.planner.solvers import Progress, SolverOptions
 NAME = "moments"
 
 
-def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) -> Plan:
-    """The plan of least time within the budget, or of least peak where none fits."""
-    deadline = Deadline(options.time_limit_s)
+def solve(
+    problem: Problem, budget_bytes: int | None, options: SolverOptions, gap: float = 0.0
+) -> Plan:
+    """The plan of least time within the budget, or of least peak where none fits.
+
+    ``gap`` is a part of the time of store-all: a plan so near to its bound is not worked on; after
+    some rounds, nor is one that is twice as far.
+    """
+    deadline, steps = Deadline(options.time_limit_s), store_all(problem)
     if budget_bytes is None or store_all_peak(problem) <= budget_bytes:
-        return make_plan(
-            problem,
-            store_all(problem),
-            NAME,
-            budget_bytes=budget_bytes,
-            seconds=deadline.seconds(),
-            peak_bound_bytes=peak_bound(build_model(problem)),
-        )
+        seconds = deadline.seconds()
+        return make_plan(problem, steps, NAME, budget_bytes=budget_bytes, seconds=seconds)
+    known: greedy.GreedyFront | None = None
     front = greedy.quick_front(problem, budget_bytes, options)
     if front.best(budget_bytes) is None:
-        known = replace(greedy.whole_front(problem, options), seconds=0.0)  # the deadline has them
-        return improved(known, budget_bytes, options, deadline)
-    return _refined(front, None, budget_bytes, options, deadline)
+        known = greedy.whole_front(problem, options)
+        front = known.front
+    return improved(front, known, budget_bytes, options, deadline, gap)
 
 
 def improved(
-    known: greedy.GreedyFront, budget_bytes: int | None, options: SolverOptions, deadline: Deadline
-) -> Plan:
-    """The best plan from what the greedy solver found."""
-    plan, problem = known.choose(budget_bytes), known.front.model.problem
-    if budget_bytes is None or plan.time_us <= problem.base_time_us:
-        return replace(plan, solver=NAME, budget_bytes=budget_bytes)
-    front = replace(known.front, entries=[*known.front.entries])
-    return _refined(front, known, budget_bytes, options, deadline)
-
-
-def _refined(
     front: ParetoFront,
     known: greedy.GreedyFront | None,
     budget_bytes: int,
     options: SolverOptions,
     deadline: Deadline,
+    gap: float = 0.0,
 ) -> Plan:
-    """The best plan of all rounds, and of the greedy solver where the first ones do not do."""
-    problem = front.model.problem
-    near_us = options.gap * problem.base_time_us
-    before = 0.0 if known is None else known.seconds
-    refinement = Refinement.at_the_peak(front, budget_bytes, deadline, near_us)
+    """The best plan of all rounds, and of the greedy solver where the first ones do not do.
+
+    ``known`` is what that found, if it was asked before; its front stays as it is.
+    """
+    problem, front = front.model.problem, replace(front, entries=[*front.entries])
+    refinement = Refinement(front, budget_bytes, deadline, gap * problem.base_time_us)
     for number, state in enumerate(refinement.rounds(), start=1):
         front.offer(state)
         if state.max_peak() > budget_bytes:
@@ -101,7 +93,7 @@ def _refined(
         front.steps(front.choose(budget_bytes)),
         NAME,
         budget_bytes=budget_bytes,
-        seconds=before + deadline.seconds(),
+        seconds=deadline.seconds(),
         time_bound_us=None if none_fits else refinement.bound_us,
         peak_bound_bytes=max(least, budget_bytes + 1) if none_fits else least,
     )
@@ -116,11 +108,9 @@ def _join(front: ParetoFront, known: greedy.GreedyFront) -> greedy.GreedyFront:
 
 def time_bound(problem: Problem, budget_bytes: int, options: SolverOptions) -> float:
     """Microseconds that every schedule within the budget takes; infinite if there is none."""
-    front = ParetoFront(build_model(problem))
-    front.offer(StageSchedule(front.model))
-    refinement = Refinement.at_the_peak(front, budget_bytes, Deadline(options.time_limit_s))
-    next(refinement.rounds(), None)
-    return max(refinement.bound_us, problem.base_time_us)
+    model = IndexedProblem(problem)
+    relaxation = Relaxation(model, budget_bytes, [int(StageSchedule(model).peak.argmax())])
+    return relaxation.time_bound_us(relaxation.solve(Deadline(options.time_limit_s)))
 
 
 def apart(places: Iterable[int], length: int) -> list[int]:
@@ -136,23 +126,18 @@ def apart(places: Iterable[int], length: int) -> list[int]:
 
 @dataclass
 class Refinement:
-    """The program points so far, and the bound that is proven."""
+    """The program points so far, at first the highest stage of store-all; the bound proven."""
 
     front: ParetoFront
     budget: int
     deadline: Deadline
-    points: set[int]
     near_us: float = 0.0
     """A plan so near to the bound is good enough."""
     bound_us: float = 0.0
 
-    @staticmethod
-    def at_the_peak(
-        front: ParetoFront, budget: int, deadline: Deadline, near_us: float = 0.0
-    ) -> Refinement:
-        """The one point to begin with: the highest stage of store-all."""
-        peak = int(StageSchedule(front.model).peak.argmax())
-        return Refinement(front, budget, deadline, {peak}, near_us)
+    def __post_init__(self) -> None:
+        peak = StageSchedule(self.front.model).peak
+        self.points = {int(peak.argmax())} if peak.size else set[int]()
 
     def proven(self) -> bool:
         """Whether the best plan so far is as good as the bound, or near enough to it."""
@@ -162,7 +147,7 @@ class Refinement:
     def rounds(self) -> Iterator[StageSchedule]:
         """A schedule for each set of program points; the caller may change it."""
         for _ in range(constants.POINTS // 2):
-            if not self.deadline.running() or self.proven():
+            if not self.points or not self.deadline.running() or self.proven():
                 return
             runs = self._cheapest_runs()
             if runs is None:

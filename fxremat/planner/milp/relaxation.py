@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from fxremat.planner import constants
 from fxremat.planner.deadline import Deadline
@@ -37,27 +37,19 @@ ALWAYS: Affine = (1.0, [])
 """The condition that holds whatever is chosen."""
 
 
-@dataclass
 class Relaxation:
     """The MILP of one budget and some program points, which are stages in order."""
 
-    model: IndexedProblem
-    budget: int
-    points: Sequence[int]
-    milp: Milp = field(default_factory=Milp)
-    held: list[dict[int, int | None]] = field(default_factory=list)
-    """Column of each value that may be live at the point; None where it must be."""
-    rerun: list[dict[int, int]] = field(default_factory=list)
-    overwritten: list[dict[int, int]] = field(default_factory=list)
-    """Column of each value that the first run at the point may write over."""
-    fits: bool = True
-
-    def __post_init__(self) -> None:
-        self.per_byte = SCALE / max(1, self.budget)
-        for stage in self.points:
-            self.held.append(self._held_at(stage))
-        for j in range(len(self.points)):
-            self.rerun.append(self._runs_after(j))
+    def __init__(
+        self, model: IndexedProblem, budget: int, points: Sequence[int], milp: Milp | None = None
+    ) -> None:
+        self.model, self.budget, self.points, self.milp = model, budget, points, milp or Milp()
+        self.per_byte, self.fits = SCALE / max(1, budget), True
+        self.held = [self._held_at(stage) for stage in points]
+        """Column of each value that may be live at the point; None where it must be."""
+        self.rerun = [self._runs_after(j) for j in range(len(points))]
+        self.overwritten = list[dict[int, int]]()
+        """Column of each value that the first run at the point may write over."""
         for j in range(len(self.points)):
             self._bytes_fit(j)
             self._first_runs_find_their_reads(j)
@@ -98,8 +90,8 @@ class Relaxation:
         """Whether nothing runs for the first time between point j and the next."""
         return self.points[j + 1] - self.points[j] == 1
 
-    def _other_sources(self, j: int, value: int) -> list[Term]:
-        """Other columns that bring the value in the window after point j; none here."""
+    def _other_sources(self, value: int) -> list[Term]:
+        """Other columns that bring the value after the only point; none here."""
         return []
 
     def _cost(self, op: int) -> float:
@@ -161,8 +153,7 @@ class Relaxation:
                 overwritten = self.overwritten[j].setdefault(read, self.milp.binary())
                 runs = [window.get(model.writer[read]) for window in self.rerun[j:]]
                 found = present(*runs, factor=-1.0)
-                for i in range(j, len(self.points)):
-                    found += [(column, -factor) for column, factor in self._other_sources(i, read)]
+                found += [(column, -factor) for column, factor in self._other_sources(read)]
                 self.milp.row([(overwritten, 1.0), *found], high=0.0)
                 terms.append((overwritten, -size * self.per_byte))
         return sum(shared.values()), terms
@@ -280,9 +271,7 @@ class Relaxation:
             return  # held in any case
         run = (self.rerun[j] if rerun is None else rerun).get(self.model.writer[value])
         terms = present(self.held[j].get(value), run)
-        for i in range(j, j + 1 if rerun is None else len(self.points)):
-            terms += self._other_sources(i, value)
-        self._demand(terms, demand)
+        self._demand([*terms, *self._other_sources(value)], demand)
 
     def _demand(self, found: Iterable[Term], demand: Affine) -> None:
         """found >= demand"""

@@ -28,8 +28,9 @@ from fxremat.core.plan import Plan
 from fxremat.core.problem import Op, Problem, Value
 from fxremat.core.schedule import ops_of
 from fxremat.core.timeline import Timeline, transfer_us
+from fxremat.core.variants import run_once
 from fxremat.planner.deadline import Deadline
-from fxremat.planner.indexed_problem import build_model, peak_bound
+from fxremat.planner.indexed_problem import IndexedProblem, peak_bound
 from fxremat.planner.local import greedy
 from fxremat.planner.moves.time_bound import relax
 from fxremat.planner.moves.transfers import Fetch, Item, place
@@ -42,7 +43,7 @@ TOKEN, GET = " on the host", "fetch "
 
 def movable(problem: Problem) -> dict[str, int]:
     """Ops all of whose values may move, with the bytes of these."""
-    if problem.copies is not None and problem.copies.only_host:
+    if problem.copies is None or problem.copies.only_host:
         return {}
     fixed = {*problem.resident, *problem.outputs, *problem.host}
     sizes = problem.bytes_of
@@ -182,39 +183,34 @@ def solve(
     chosen by quick plans; the solver then looks at that problem, and, as such plans are poor where
     only moves are left, at the one in which nothing else runs again.
     """
-    search = _MoveSearch(problem, budget_bytes, options, Deadline(options.time_limit_s))
+    search = _MoveSearch(problem, budget_bytes, options)
     alone = search.offer(search.by_rule(ALONE), solver)
     if budget_bytes is None or alone <= (0, problem.base_time_us):
         return search.plan()
-    relaxed = relax(problem, budget_bytes, search.deadline)
-    candidates = [search.by_rule(rule) for rule in _rules_for(problem)]
-    if relaxed.fetched and movable(problem):
-        candidates.insert(0, search.priced(_writers(problem, relaxed.fetched)))
-    ranked: list[tuple[tuple[int, float], Problem]] = []
-    for candidate in candidates:
-        ranked.append((search.offer(candidate, greedy.quick), candidate))
-        if search.is_within(relaxed.bound_us):
-            break
-    best = [min(ranked, key=lambda pair: pair[0])[1]] if ranked else []
-    nothing_again = [search.by_rule(ONLY_MOVES)] if movable(problem) else []
-    if movable(problem) and not search.is_within(relaxed.bound_us):
-        once = replace(problem, ops=tuple(replace(op, repeatable=False) for op in problem.ops))
-        fetched = _writers(problem, relax(once, budget_bytes, search.deadline).fetched)
-        nothing_again.insert(0, search.priced(fetched, recompute=False))
-    for candidate in (*best, *nothing_again):
-        if search.is_within(relaxed.bound_us):
-            break
-        search.offer(candidate, solver)
-    return search.plan(relaxed.bound_us)
-
-
-def _rules_for(problem: Problem) -> list[MoveRule]:
-    """The rules that are tried for a problem."""
-    rules = [*MOVE_RULES] if movable(problem) else []
+    search.bound_us, fetched = relax(problem, budget_bytes, search.deadline)
+    can = movable(problem)
+    rules = [*MOVE_RULES] if can else []
     if problem.host:
         # Their transfers keep the engine busy without any other, so a fetch costs what it takes.
         rules += [replace(rule, price=1.0) for rule in (ALONE, *rules[:1])]
-    return rules
+    candidates = [search.by_rule(rule) for rule in rules]
+    if fetched and can:
+        candidates.insert(0, search.priced(_writers(problem, fetched)))
+    ranked: list[tuple[tuple[int, float], Problem]] = []
+    for candidate in candidates:
+        ranked.append((search.offer(candidate, greedy.quick), candidate))
+        if search.is_done():
+            break
+    best = [min(ranked, key=lambda pair: pair[0])[1]] if ranked else []
+    nothing_again = [search.by_rule(ONLY_MOVES)] if can else []
+    if can and not search.is_done():
+        _, fetched = relax(run_once(problem), budget_bytes, search.deadline)
+        nothing_again.insert(0, search.priced(_writers(problem, fetched), recompute=False))
+    for candidate in (*best, *nothing_again):
+        if search.is_done():
+            break
+        search.offer(candidate, solver)
+    return search.plan()
 
 
 def _writers(problem: Problem, values: Iterable[str]) -> set[str]:
@@ -225,27 +221,29 @@ def _writers(problem: Problem, values: Iterable[str]) -> set[str]:
 
 def quick(problem: Problem, budget_bytes: int | None, options: SolverOptions) -> Plan:
     """A plan to compare problems by, from the two choices that are mostly the best."""
-    search = _MoveSearch(problem, budget_bytes, options, Deadline(options.time_limit_s))
+    search = _MoveSearch(problem, budget_bytes, options)
     search.offer(search.by_rule(ALONE), greedy.quick)
     if budget_bytes is not None and movable(problem):
         search.offer(search.by_rule(MOVE_RULES[0]), greedy.quick)
     return search.plan()
 
 
-@dataclass
 class _MoveSearch:
     """The best schedule so far, the solver that it is from, and its rank: less is better."""
 
-    problem: Problem
-    budget: int | None
-    options: SolverOptions
-    deadline: Deadline
-    best: tuple[Timeline, str] | None = None
-    rank: tuple[int, float] = (sys.maxsize, math.inf)
-
-    def __post_init__(self) -> None:
-        assert self.problem.copies is not None
-        self.copies = self.problem.copies
+    def __init__(self, problem: Problem, budget: int | None, options: SolverOptions) -> None:
+        assert problem.copies is not None
+        self.problem, self.copies, self.budget, self.options = (
+            problem,
+            problem.copies,
+            budget,
+            options,
+        )
+        self.deadline = Deadline(options.time_limit_s)
+        self.best: tuple[Timeline, str] | None = None
+        self.rank: tuple[int, float] = (sys.maxsize, math.inf)
+        self.bound_us = 0.0
+        """What is proven of every schedule within the budget."""
 
     def by_rule(self, rule: MoveRule) -> Problem:
         """The priced problem of a rule."""
@@ -281,12 +279,12 @@ class _MoveSearch:
             self.best, self.rank = (line, name), its_rank
         return its_rank
 
-    def is_within(self, time_us: float) -> bool:
-        """Whether there is no need to look on: the best fits and is so fast, or time is over."""
-        return self.rank <= (0, time_us) or not self.deadline.running()
+    def is_done(self) -> bool:
+        """Whether there is no need to look on: the best is as fast as can be, or time is over."""
+        return self.rank <= (0, self.bound_us) or not self.deadline.running()
 
-    def plan(self, bound_us: float | None = None) -> Plan:
-        """The best of all; ``bound_us`` is proven of every schedule within the budget."""
+    def plan(self) -> Plan:
+        """The best of all."""
         if self.best is None:
             raise ProblemRefused("values live in host memory, but the bandwidth is zero")
         line, name = self.best
@@ -297,7 +295,7 @@ class _MoveSearch:
             f"{name}+{NAME}" if moves else name,
             budget_bytes=self.budget,
             seconds=self.deadline.seconds(),
-            time_bound_us=None if bound_us is None else min(bound_us, line.time_us),
+            time_bound_us=min(self.bound_us, line.time_us),
             peak_bound_bytes=least_bytes(self.problem),
         )
 
@@ -308,4 +306,4 @@ def least_bytes(problem: Problem) -> int:
     Whatever may move may be absent at any step that does not touch it.
     """
     everything = priced(problem, set(movable(problem)), 0.0, recompute=True)
-    return peak_bound(build_model(everything))
+    return peak_bound(IndexedProblem(everything))

@@ -1,144 +1,103 @@
 """A proven bound on the time of every schedule within a budget, moves included.
 
-The relaxation over program points (`fxremat.planner.milp.relaxation`), with one more way to bring
-a value that is not held: it comes from the host. What an engine moves takes time on it, so that the
-whole takes no less than ``base + added``:
+The relaxation over one program point (`fxremat.planner.milp.relaxation`), with one more way to
+bring a value that is not held: it comes from the host. What an engine moves takes time on it, so
+that the whole takes no less than ``base + added``:
 
-    fetch[v, j]   value v comes from the host in the window after point j
-    away[v, j]    value v is on the host alone at point j
+    fetch[v]   value v comes from the host after the point
+    away[v]    value v is on the host alone at the point
 
-    added >= sum(time of q rerun[q, j])
-    base + added >= sum(time of v on its way back fetch[v, j])
-    time of first runs up to point j + added >= sum(time of v on its way out away[v, j])
-    time of first runs after point j + added >= sum(time of v on its way back fetch[v, i], i >= j)
+    added >= sum(time of q rerun[q])
+    time of first runs up to the point + added >= sum(time of v on its way out away[v])
+    time of first runs after the point + added >= sum(time of v on its way back fetch[v])
 
-The last two hold because what is away at a point has left before, and what is fetched in a
-window after it starts no sooner; stalls and repeats before and after are parts of what is added.
+The last two hold because what is away at the point has left before, and what is fetched after it
+starts no sooner; stalls and repeats before and after are parts of what is added.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from fxremat.core.problem import Problem
+from fxremat.core.schedule import Kind
 from fxremat.core.timeline import transfer_us
 from fxremat.planner.deadline import Deadline
-from fxremat.planner.indexed_problem import INPUT, build_model
+from fxremat.planner.indexed_problem import INPUT, IndexedProblem
 from fxremat.planner.local.stage_schedule import StageSchedule
-from fxremat.planner.milp.highs import SCALE, Term, present
+from fxremat.planner.milp.highs import SCALE, Milp, Term, present
 from fxremat.planner.milp.relaxation import Relaxation
 
 
-@dataclass(frozen=True)
-class Relaxed:
+def relax(problem: Problem, budget_bytes: int, deadline: Deadline) -> tuple[float, set[str]]:
     """What every schedule within the budget takes, and which values come back in the cheapest.
 
-    ``bound_us`` is infinite if there is no schedule.
+    It is the relaxation at the highest step of store-all. The time in microseconds is infinite if
+    there is no schedule.
     """
-
-    bound_us: float
-    fetched: frozenset[str]
-
-
-def relax(problem: Problem, budget_bytes: int, deadline: Deadline) -> Relaxed:
-    """Solve the relaxation at the highest step of store-all."""
-    model = build_model(problem)
+    model = IndexedProblem(problem)
     if not model.n:
-        return Relaxed(0.0, frozenset())
+        return 0.0, set()
     peak = int(StageSchedule(model).peak.argmax())
-    relaxation = MovingRelaxation(model, budget_bytes, [peak])
+    relaxation = MovingRelaxation(model, budget_bytes, peak)
     solution = relaxation.solve(deadline)
-    bound = max(relaxation.time_bound_us(solution), problem.base_time_us)
-    fetched = {
-        model.value_names[value]
-        for window in relaxation.fetch
-        for value, column in window.items()
-        if solution.chosen(column)
-    }
-    return Relaxed(bound, frozenset(fetched))
+    fetched = (value for value, column in relaxation.fetch.items() if solution.chosen(column))
+    return relaxation.time_bound_us(solution), {model.value_names[value] for value in fetched}
 
 
-@dataclass
 class MovingRelaxation(Relaxation):
-    """The MILP of one budget and some program points, with moves."""
+    """The MILP of one budget and one program point, with moves."""
 
-    def __post_init__(self) -> None:
-        problem = self.model.problem
-        self.copies = problem.copies
-        assert self.copies is not None
-        names = self.model.value_names
-        host = set(problem.host)
-        can_return = bool(self.copies.to_host and self.copies.to_device)
+    def __init__(self, model: IndexedProblem, budget: int, point: int) -> None:
+        problem, milp, host = model.problem, Milp(), {*model.problem.host}
+        assert problem.copies is not None
+        self.copies = copies = problem.copies
+        may_leave = copies.to_host and copies.to_device and not copies.only_host
+        self.lives_there = [name in host for name in model.value_names]
         self.may_move = [
-            not self.model.is_output[value]
-            and (name in host or (not self.copies.only_host and can_return))
-            and (self.model.writer[value] != INPUT or name in host)
-            for value, name in enumerate(names)
+            not model.is_output[value] and bool(there or (may_leave and op != INPUT))
+            for value, (op, there) in enumerate(zip(model.writer, self.lives_there, strict=True))
         ]
-        self.lives_there = [name in host for name in names]
-        self.added = self.milp.real(cost=1.0, high=float("inf"))
-        self.fetch = [
-            {
-                value: self.milp.binary()
-                for value, op in enumerate(self.model.writer)
-                if op <= stage < self.model.last_needs[value] and self.may_move[value]
-            }
-            for stage in self.points
-        ]
-        super().__post_init__()
+        self.added = milp.real(cost=1.0, high=float("inf"))
+        self.fetch = {
+            value: milp.binary()
+            for value, op in enumerate(model.writer)
+            if op <= point < model.last_needs[value] and self.may_move[value]
+        }
+        super().__init__(model, budget, [point], milp)
         self.per_us = SCALE / max(problem.base_time_us, 1e-9)
-        self._ops_take_time()
-        for j in range(len(self.points)):
-            self._engines_take_time(j)
+        self._work_takes_time()
 
     def _may_go(self, value: int) -> bool:
         return self.may_move[value] or super()._may_go(value)
 
-    def _other_sources(self, j: int, value: int) -> list[Term]:
-        return present(self.fetch[j].get(value))
+    def _other_sources(self, value: int) -> list[Term]:
+        return present(self.fetch.get(value))
 
     def _cost(self, op: int) -> float:
         return 0.0
 
-    def _are_neighbours(self, j: int) -> bool:
-        return False  # what comes from the host may go again
-
-    def _us(self, value: int, back: bool) -> float:
+    def _us(self, value: int, kind: Kind) -> float:
         """Time of a value on its engine, in the units of the MILP."""
-        assert self.copies is not None
-        kind = "to device" if back else "to host"
-        size = self.model.bytes[value]
-        return min(transfer_us(self.copies, kind, size), 1e15) * self.per_us  # type: ignore[arg-type]
+        takes = transfer_us(self.copies, kind, self.model.bytes[value])
+        return min(takes, 1e15) * self.per_us
 
-    def _ops_take_time(self) -> None:
-        """added >= sum(time of q rerun[q, j]);  base + added >= sum(time back of v fetch[v, j])"""
-        runs = (item for window in self.rerun for item in window.items())
-        work = [(column, -self.model.time[op] * self.per_us) for op, column in runs]
-        self.milp.row([(self.added, 1.0), *work], low=0.0)
-        fetches = (item for window in self.fetch for item in window.items())
-        back = [(column, -self._us(value, back=True)) for value, column in fetches]
-        self.milp.row([(self.added, 1.0), *back], low=-SCALE)
+    def _work_takes_time(self) -> None:
+        """added >= sum(time of q rerun[q]), and what both engines do before and after the point.
 
-    def _engines_take_time(self, j: int) -> None:
-        """away[v, j] >= fetch[v, i] - held[v, j] - sum(rerun[writer of v, k], k >= j)
-
-        and what both engines do before and after the point.
+        away[v] >= fetch[v] - held[v] - rerun[writer of v]
         """
-        before = sum(self.model.time[: self.points[j] + 1]) * self.per_us
+        (point,), (held,), (rerun,) = self.points, self.held, self.rerun
+        before = sum(self.model.time[: point + 1]) * self.per_us
+        work = [(column, -self.model.time[op] * self.per_us) for op, column in rerun.items()]
         out: list[Term] = [(self.added, 1.0)]
         back: list[Term] = [(self.added, 1.0)]
-        for value in {v for window in self.fetch[j:] for v in window}:
-            columns = [window[value] for window in self.fetch[j:] if value in window]
-            back += [(column, -self._us(value, back=True)) for column in columns]
-            held = self.held[j].get(value)
-            certain = value in self.held[j] and held is None
-            if certain or self.lives_there[value] or self.model.writer[value] > self.points[j]:
-                continue
-            away = self.milp.real()
-            out.append((away, -self._us(value, back=False)))
-            runs = (window.get(self.model.writer[value]) for window in self.rerun[j:])
-            others = present(*runs, held)
-            for column in columns:
+        self.milp.row([(self.added, 1.0), *work], low=0.0)
+        for value, column in self.fetch.items():
+            back.append((column, -self._us(value, "to device")))
+            is_held = held.get(value, -1) is None
+            if not is_held and not self.lives_there[value]:
+                away = self.milp.real()
+                out.append((away, -self._us(value, "to host")))
+                others = present(rerun.get(self.model.writer[value]), held.get(value))
                 self.milp.row([(away, 1.0), (column, -1.0), *others], low=0.0)
         self.milp.row(out, low=-before)
         self.milp.row(back, low=before - SCALE)

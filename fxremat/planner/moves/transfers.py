@@ -46,7 +46,7 @@ def place(problem: Problem, items: Sequence[Item], budget_bytes: int | None) -> 
     Without regard to time, the fewest bytes are those of `Route.synchronous`; a schedule that needs
     no more than the budget there is within it here.
     """
-    route = Route.of(problem, items)
+    route = Route(problem, items)
     best = replay(problem, route.synchronous())
     if len(best.steps) == len(items):
         return best
@@ -104,47 +104,36 @@ class _Coming:
     need: int
 
 
-@dataclass
 class Route:
     """The ops by position, and what leaves and comes between them."""
 
-    problem: Problem
-    ops: list[str]
-    leaving: list[_Leaving]
-    coming: list[_Coming]
-
-    def __post_init__(self) -> None:
-        assert self.problem.copies is not None
-        self.copies, self.sizes = self.problem.copies, self.problem.bytes_of
-
-    @staticmethod
-    def of(problem: Problem, items: Sequence[Item]) -> Route:
-        ops = [item for item in items if isinstance(item, str)]
-        leaving: dict[str, _Leaving] = {}
-        coming: list[_Coming] = []
-        used: dict[str, int] = {}
+    def __init__(self, problem: Problem, items: Sequence[Item]) -> None:
+        assert problem.copies is not None
+        self.problem, self.copies, self.sizes = problem, problem.copies, problem.bytes_of
+        self.ops = [item for item in items if isinstance(item, str)]
+        self.coming = list[_Coming]()
+        leaving, used, end = dict[str, _Leaving](), dict[str, int](), len(self.ops)
         moved = {item.value for item in items if isinstance(item, Fetch)} | {*problem.host}
         position = 0
         for item in items:
             if isinstance(item, Fetch):
                 if item.value in leaving:
                     leaving[item.value].until = min(leaving[item.value].until, position)
-                coming.append(_Coming(item.value, used.get(item.value, -1) + 1, position))
+                self.coming.append(_Coming(item.value, used.get(item.value, -1) + 1, position))
                 continue
             op = problem.op_of[item]
             for name in (each for each in op.writes if each in moved):
                 if name in leaving:
                     leaving[name].until = min(leaving[name].until, position)
                 else:
-                    leaving[name] = _Leaving(name, position, position, len(ops))
+                    leaving[name] = _Leaving(name, position, position, end)
                 used[name] = position
             for name in moved.intersection(op.reads):
                 used[name] = position
-                if name in leaving and leaving[name].until == len(ops):
+                if name in leaving and leaving[name].until == end:
                     leaving[name].last = position
             position += 1
-        rows = sorted(leaving.values(), key=lambda row: row.born)
-        return Route(problem, ops, rows, coming)
+        self.leaving = sorted(leaving.values(), key=lambda row: row.born)
 
     def synchronous(self) -> tuple[Step, ...]:
         """The ops with each transfer right after the last use before it, or before its reader.

@@ -23,7 +23,7 @@ front of some block's backward, so their bytes are counted without the fixed val
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -33,8 +33,8 @@ import numpy as np
 
 from fxremat.core.problem import Problem
 from fxremat.planner import constants
-from fxremat.planner.indexed_problem import INPUT, IndexedProblem, build_model, live_bytes
-from fxremat.planner.published.parts import Steps, backwards, read_later
+from fxremat.planner.indexed_problem import INPUT, IndexedProblem, live_bytes
+from fxremat.planner.published.parts import Part, Steps, backwards, read_later
 from fxremat.planner.solvers import ProblemRefused
 
 
@@ -49,7 +49,7 @@ class NotAChain(ProblemRefused, ValueError):
 
 
 @dataclass(frozen=True)
-class Block:
+class Block(Part):
     """A forward segment and the backward ops that read its values, or no such ops.
 
     ``enters`` is the value that crosses into it, ``leaves`` the one that crosses out; None where
@@ -57,12 +57,20 @@ class Block:
     them. ``early`` are local values that earlier backward ops read as well.
     """
 
-    forward: range
-    backward: range
+    chain: Chain
     enters: int | None
     leaves: int | None
-    local: frozenset[int]
     early: frozenset[int]
+
+    @property
+    def marks(self) -> tuple[Set[int], ...]:
+        """What enters and what leaves differ from other values."""
+        return self.local, self.reach - self.local, self.left
+
+    def stays(self, value: int) -> bool:
+        """Whether the value is fixed and there after the block, too."""
+        spans = self.chain.spans
+        return value in spans and spans[value][1] > self.backward.stop - 1
 
     @cached_property
     def left(self) -> frozenset[int]:
@@ -75,35 +83,13 @@ class Block:
         return self.local if self.enters is None else self.local | {self.enters}
 
 
-@dataclass(frozen=True)
-class Chain:
-    """Blocks in forward order.
-
-    ``cuts`` are the first ops of all blocks but the first. ``spans`` gives for every fixed value
-    the ops, first and last, between which it is held. ``fixed[t]`` are the bytes of fixed values
-    while op ``t`` runs for the first time, ``before[t]`` just before that or at the end.
-    """
-
-    model: IndexedProblem
-    turn: int
-    cuts: tuple[int, ...]
-    blocks: tuple[Block, ...]
-    spans: dict[int, tuple[int, int]]
-    fixed: tuple[int, ...]
-    before: tuple[int, ...]
-
-    def merged(self, cuts: Iterable[int]) -> Chain:
-        """The same chain with only some of the cuts."""
-        return _build(self.model, self.turn, tuple(cuts))
-
-
 def find_chain(problem: Problem) -> Chain:
     """The chain of the most trusted turn; raises `NotAChain` where there is none."""
-    model = build_model(problem)
+    model = IndexedProblem(problem)
     failures = [NotAChain(f"it has {model.n} ops")]
     for turn in turns(model):
         try:
-            chain = _build(model, turn, _cuts(model, turn))
+            chain = Chain(model, turn, _cuts(model, turn))
             _refuse_one_large(model, chain.blocks)
             return chain
         except NotAChain as failure:
@@ -218,42 +204,63 @@ def block_of_each_op(model: IndexedProblem, turn: int, starts: Sequence[int]) ->
     return [*forward, *backward[::-1]]
 
 
-def _build(model: IndexedProblem, turn: int, cuts: Sequence[int]) -> Chain:
-    starts, first_op = (0, *cuts), turn + 1
-    block_of = block_of_each_op(model, turn, starts)
-    owners = block_of[first_op:]
-    home = {
-        value: block_of[op]
-        for value, op in enumerate(model.writer)
-        if op <= turn and model.evictable(value)
-    }
-    reads = enumerate(model.reads[first_op:])
-    read = {owners[k] for k, values in reads if not home.keys().isdisjoint(values)}
-    if not read or (len(read) < 2 and model.n > constants.FEW_OPS):
-        raise NotAChain("its backward ops read the values of one forward segment only")
-    last = last_reads(model, turn).items()
-    enters = [next((v for v, op in last if model.writer[v] < s <= op), None) for s in starts]
-    sizes = Counter(owners)
-    stops = accumulate((sizes[k] for k in reversed(range(len(starts)))), initial=first_op)
-    backward = [range(start, stop) for start, stop in pairwise(stops)][::-1]
-    fixed, early = _out_of_place(model, home, enters, owners, backward)
-    through = [None if value in fixed else value for value in (*enters, None)]
-    local: list[set[int]] = [set() for _ in starts]
-    for value in home.keys() - fixed:
-        local[home[value]].add(value)
-    blocks = tuple(
-        Block(
-            range(start, stop),
-            backward[k],
-            through[k],
-            through[k + 1],
-            frozenset(local[k]),
-            frozenset(local[k] & early),
+class Chain:
+    """Blocks in forward order.
+
+    ``cuts`` are the first ops of all blocks but the first. ``spans`` gives for every fixed value
+    the ops, first and last, between which it is held. ``fixed[t]`` are the bytes of fixed values
+    while op ``t`` runs for the first time, ``before[t]`` just before that or at the end.
+    """
+
+    def __init__(self, model: IndexedProblem, turn: int, cuts: Sequence[int]) -> None:
+        """Cut a problem there; raises `NotAChain` where its backward does not follow the cuts."""
+        self.model, self.turn, self.cuts = model, turn, cuts
+        starts, first_op = (0, *cuts), turn + 1
+        block_of = block_of_each_op(model, turn, starts)
+        owners = block_of[first_op:]
+        home = {
+            value: block_of[op]
+            for value, op in enumerate(model.writer)
+            if op <= turn and model.evictable(value)
+        }
+        reads = enumerate(model.reads[first_op:])
+        read = {owners[k] for k, values in reads if not home.keys().isdisjoint(values)}
+        if not read or (len(read) < 2 and model.n > constants.FEW_OPS):
+            raise NotAChain("its backward ops read the values of one forward segment only")
+        last = last_reads(model, turn).items()
+        enters = [next((v for v, op in last if model.writer[v] < s <= op), None) for s in starts]
+        sizes = Counter(owners)
+        stops = accumulate((sizes[k] for k in reversed(range(len(starts)))), initial=first_op)
+        backward = [range(start, stop) for start, stop in pairwise(stops)][::-1]
+        fixed, early = _out_of_place(model, home, enters, owners, backward)
+        through = [None if value in fixed else value for value in (*enters, None)]
+        local: list[set[int]] = [set() for _ in starts]
+        for value in home.keys() - fixed:
+            local[home[value]].add(value)
+        self.blocks = tuple(
+            Block(
+                model,
+                range(start, stop),
+                backward[k],
+                frozenset(local[k]),
+                self,
+                through[k],
+                through[k + 1],
+                frozenset(local[k] & early),
+            )
+            for k, (start, stop) in enumerate(pairwise((*starts, first_op)))
         )
-        for k, (start, stop) in enumerate(pairwise((*starts, first_op)))
-    )
-    spans = _spans(model, blocks)
-    return Chain(model, turn, starts[1:], blocks, spans, *_profile(model, spans))
+        self.spans = _spans(model, self.blocks)
+        count, size, spans = model.n + 1, model.bytes, self.spans.items()
+        held = ((max(start, 0), stop + 1, size[v]) for v, (start, stop) in spans)
+        new = ((start, start + 1, size[v]) for v, (start, _) in spans if start != INPUT)
+        live = live_bytes([(0, count, model.problem.resident_bytes), *held], count)
+        self.fixed, self.before = live[:-1], list(map(sub, live, live_bytes(new, count)))
+
+    @property
+    def store_all(self) -> list[list[Steps]]:
+        """Rotor's only option of each block: nothing in it runs again."""
+        return [[tuple(block.backward)] for block in self.blocks]
 
 
 def _refuse_one_large(model: IndexedProblem, blocks: Sequence[Block]) -> None:
@@ -305,17 +312,6 @@ def _spans(model: IndexedProblem, blocks: Sequence[Block]) -> dict[int, tuple[in
     }
 
 
-def _profile(
-    model: IndexedProblem, spans: dict[int, tuple[int, int]]
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Bytes of fixed values while each op runs for the first time, and just before."""
-    count, size = model.n + 1, model.bytes
-    held = ((max(start, 0), stop + 1, size[v]) for v, (start, stop) in spans.items())
-    new = ((start, start + 1, size[v]) for v, (start, _) in spans.items() if start != INPUT)
-    live = live_bytes([(0, count, model.problem.resident_bytes), *held], count)
-    return tuple(live[:-1]), tuple(map(sub, live, live_bytes(new, count)))
-
-
 # -- what the options of a block take --------------------------------------------------------
 
 
@@ -333,100 +329,63 @@ class BlockRun:
     whole: int
 
 
-@dataclass(frozen=True)
 class OptionCost:
     """One option of one block.
 
     ``held`` are the bytes between forward and backward without the value that enters,
     ``held_first`` the same before the turn. ``needs_enters`` says whether the backward reads the
     value that enters, ``holds_leaves`` whether ``held`` counts the value that leaves. ``first``
-    is the forward before the turn, ``rerun`` after it, ``last`` where no later block follows.
+    is the forward before the turn, ``again`` after it, ``last`` where no later block follows.
     """
 
-    held: int
-    held_first: int
-    needs_enters: bool
-    holds_leaves: bool
-    first: BlockRun
-    again: BlockRun
-    last: BlockRun
-    backward: BlockRun
+    def __init__(self, block: Block, option: Steps) -> None:
+        saved = read_later(block.model, option) & block.reach
+        inside = saved & block.local
+        self.held = block.model.size_of(inside)
+        self.held_first = block.model.size_of(inside | block.early)
+        self.needs_enters = bool(saved - inside)
+        self.holds_leaves = bool(saved & block.left)
+        self.first = _run(block, block.forward, inside | block.left | block.early)
+        self.again = _again(block, inside | block.left)
+        self.last = _again(block, inside)
+        self.backward = _run(block, option, frozenset())
 
 
-@dataclass(frozen=True)
 class BlockCost:
-    """A block: bytes of the value that enters, the forward that holds only the one that leaves.
+    """A block: bytes of the value that enters, and of the fixed values in front of its backward.
 
-    ``early`` are the bytes that stay until the turn whatever the block holds. ``gap`` are those
-    of the fixed values in front of the backward.
+    ``unsaved`` is the forward that holds only the value that leaves, and what stays until the turn
+    whatever the block holds.
     """
 
-    enters: int
-    early: int
-    gap: int
-    first_unsaved: BlockRun
-    rerun_unsaved: BlockRun
-    options: tuple[OptionCost, ...]
+    def __init__(self, block: Block, options: Iterable[Steps]) -> None:
+        self.enters = 0 if block.enters is None else block.model.bytes[block.enters]
+        self.gap = block.chain.before[block.backward.start]
+        self.unsaved = OptionCost(block, ())
+        self.options = [OptionCost(block, option) for option in options]
 
 
-def store_all(block: Block) -> Steps:
-    """Rotor's only option: nothing in the block runs again."""
-    return tuple(block.backward)
-
-
-def block_costs(chain: Chain, options: Sequence[Sequence[Steps]]) -> tuple[BlockCost, ...]:
-    """The costs of every block's options."""
-    return tuple(_block_cost(chain, *pair) for pair in zip(chain.blocks, options, strict=True))
-
-
-def _block_cost(chain: Chain, block: Block, options: Sequence[Steps]) -> BlockCost:
-    return BlockCost(
-        enters=0 if block.enters is None else chain.model.bytes[block.enters],
-        early=chain.model.size_of(block.early),
-        gap=chain.before[block.backward.start],
-        first_unsaved=_run(chain, block, block.forward, block.left | block.early),
-        rerun_unsaved=_again(chain, block, block.left),
-        options=tuple(option_cost(chain, block, option) for option in options),
-    )
-
-
-def option_cost(chain: Chain, block: Block, option: Steps) -> OptionCost:
-    """The cost of one option."""
-    saved = read_later(chain.model, option) & block.reach
-    inside = saved & block.local
-    return OptionCost(
-        held=chain.model.size_of(inside),
-        held_first=chain.model.size_of(inside | block.early),
-        needs_enters=bool(saved - inside),
-        holds_leaves=bool(saved & block.left),
-        first=_run(chain, block, block.forward, inside | block.left | block.early),
-        again=_again(chain, block, inside | block.left),
-        last=_again(chain, block, inside),
-        backward=_run(chain, block, option, frozenset()),
-    )
-
-
-def _again(chain: Chain, block: Block, wanted: frozenset[int]) -> BlockRun:
-    steps = chain.model.makers(block.forward, wanted, block.local)
-    return _run(chain, block, steps, wanted, positioned=False)
+def _again(block: Block, wanted: frozenset[int]) -> BlockRun:
+    steps = block.model.makers(block.forward, wanted, block.local)
+    return _run(block, steps, wanted, positioned=False)
 
 
 def _run(
-    chain: Chain, block: Block, steps: Iterable[int], keep: frozenset[int], positioned: bool = True
+    block: Block, steps: Iterable[int], keep: frozenset[int], positioned: bool = True
 ) -> BlockRun:
     ops = tuple(steps)
-    base = _base(chain, block, ops) if positioned else [(0, False)] * len(ops)
-    apart, whole = (_worst(chain, ops, its, keep, base) for its in (block.local, block.reach))
-    return BlockRun(ops, chain.model.time_of(ops), apart, whole)
+    base = _base(block, ops) if positioned else [(0, False)] * len(ops)
+    apart, whole = (_worst(block.chain, ops, its, keep, base) for its in (block.local, block.reach))
+    return BlockRun(ops, block.model.time_of(ops), apart, whole)
 
 
 Base = tuple[int, bool]
 """Bytes of the fixed values at a step, and whether its op runs there for the first time."""
 
 
-def _base(chain: Chain, block: Block, steps: Sequence[int]) -> list[Base]:
+def _base(block: Block, steps: Sequence[int]) -> list[Base]:
     """The base of each step, the last first; forward ops of a backward run before its next op."""
-    backward = bool(steps) and steps[-1] in block.backward
+    backward, chain = bool(steps) and steps[-1] in block.backward, block.chain
     out: list[Base] = []
     ahead = chain.before[block.backward.start]
     for op in reversed(steps):

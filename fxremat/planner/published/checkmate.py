@@ -37,10 +37,6 @@ from fxremat.planner.solvers import ProblemRefused, SolverOptions
 NAME, PRUNED = "checkmate", "checkmate_pruned"
 
 
-class TooManyRuns(ProblemRefused, ValueError):
-    """The problem is too large for the full programme."""
-
-
 def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) -> Plan:
     """The plan of least time within the budget, proven so where the limits allow."""
     work = _CheckmateSearch(NAME, problem, budget_bytes, options)
@@ -48,7 +44,7 @@ def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) ->
         allowed = all_runs(work.model)
         count = sum(map(len, allowed))
         if count > constants.MOST_RUNS:
-            raise TooManyRuns(
+            raise ProblemRefused(
                 f"solver {NAME!r} takes up to {constants.MOST_RUNS:,} repeats to choose from, "
                 f"and this problem has {count:,}. What to do: use solver {PRUNED!r}, which looks "
                 "at the likely ones"

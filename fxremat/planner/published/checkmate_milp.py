@@ -25,6 +25,7 @@ Bytes are in units of a thousandth of the budget, times in thousandths of the ba
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Sequence
 
 from fxremat.planner.indexed_problem import INPUT, IndexedProblem
@@ -39,8 +40,7 @@ Allowed = Sequence[Sequence[int]]
 class CheckmateMilp:
     """The columns and rows for one problem, one budget and one choice of allowed repeats.
 
-    The order of repeats counts in the stages ``ordered``. ``sums`` are columns of bytes, each with
-    the terms that it is the sum of; earlier sums come first.
+    The order of repeats counts in the stages ``ordered``.
     """
 
     def __init__(
@@ -51,9 +51,7 @@ class CheckmateMilp:
         self.time_unit = max(1e-9, model.problem.base_time_us) / SCALE
         self.zero = self.milp.real(high=0.0)
         self.one = self.milp.real(low=1.0)
-        self.sums: list[tuple[int, list[Term]]] = []
         self.free: list[dict[tuple[int, int], int]] = [{} for _ in range(model.n)]
-        self.held_throughout: list[dict[int, int]] = [{} for _ in range(model.n)]
         self.touched = [self._touched(stage) for stage in range(model.n)]
         self.run = self._runs()
         self.stay = self._stays()
@@ -136,7 +134,6 @@ class CheckmateMilp:
     def sum_of(self, terms: list[Term]) -> int:
         """A column of bytes, at most the budget, that is the sum of the terms."""
         column = self.milp.real(high=SCALE)
-        self.sums.append((column, terms))
         self.milp.row([*terms, (column, -1.0)], 0.0, 0.0)
         return column
 
@@ -296,7 +293,7 @@ class CheckmateMilp:
         A copy is held throughout the stage if it is there at its start, must be there at its
         end, and is not written again. Values that nothing in the stage touches need no column.
         """
-        model, one = self.model, self.one
+        model, one, held = self.model, self.one, dict[int, int]()
         for value in self.touched[stage]:
             if value not in self.stay[stage] or model.is_output[value]:
                 continue
@@ -304,46 +301,24 @@ class CheckmateMilp:
             run = self.run[stage].get(model.writer[value])
             terms = [(self.stay[stage][value], 1.0), (needed, 1.0), (one, -1.0)]
             terms += present(run, factor=-1.0)
-            column = self.held_throughout[stage][value] = self.milp.real()
-            self.at_most(terms, [(column, 1.0)])
-        return self.held_throughout[stage]
+            held[value] = self.milp.real()
+            self.at_most(terms, [(held[value], 1.0)])
+        return held
 
-    # -- values of the columns -------------------------------------------------------------
+    # -- a known schedule ------------------------------------------------------------------
 
     def start_values(self, runs: Collection[ExtraRun]) -> list[float] | None:
-        """The value of every column for a schedule; None where the programme does not allow it."""
+        """R and S of a schedule, infinite for what HiGHS is to find: `FREE`, U and others.
+
+        None where the programme does not allow the schedule.
+        """
         if any(op not in self.run[stage] for op, stage in runs):
             return None
-        state = StageSchedule(self.model, runs)
-        values = [0.0] * len(self.milp.cost)
-        values[self.one] = 1.0
-        for op, stage in runs:
-            values[self.run[stage][op]] = 1.0
+        state, values = StageSchedule(self.model, runs), [math.inf] * len(self.milp.cost)
+        for stage, row in enumerate(self.run):
+            for op, column in row.items():
+                values[column] = float(op == stage or op in state.extra[stage])
         for stage, row in enumerate(self.stay):
             for value, column in row.items():
                 values[column] = float(column == self.one or state.live_in(value, stage))
-        for stage in range(self.model.n):
-            self._set_frees(stage, values)
-            self._set_held(stage, values)
-        for column, terms in self.sums:
-            values[column] = sum(values[other] * factor for other, factor in terms)
         return values
-
-    def _set_frees(self, stage: int, values: list[float]) -> None:
-        """A value that does not stay goes after the last op that runs and touches it."""
-        last: dict[int, int] = {}
-        for value, op in self.free[stage]:
-            stays = values[self.stays(stage + 1, value)]
-            if values[self.run[stage][op]] and not stays:
-                last[value] = max(op, last.get(value, op))
-        for value, op in last.items():
-            values[self.free[stage][value, op]] = 1.0
-
-    def _set_held(self, stage: int, values: list[float]) -> None:
-        """The least that the row of the column allows."""
-        reads = self.model.reads[stage]
-        for value, column in self.held_throughout[stage].items():
-            needed = value in reads or values[self.stays(stage + 1, value)]
-            ran = self.run[stage].get(self.model.writer[value], self.zero)
-            available = values[self.stays(stage, value)]
-            values[column] = max(0.0, available + needed - 1.0 - values[ran])

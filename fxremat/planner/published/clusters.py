@@ -23,19 +23,19 @@ values come and go inside of a cluster is known to its workspace only; schedules
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence, Set
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
 from fxremat.core.problem import Change, Op, Problem, Value, Variant
 from fxremat.core.variants import take
 from fxremat.planner.deadline import Deadline
-from fxremat.planner.indexed_problem import INPUT, IndexedProblem, build_model
+from fxremat.planner.indexed_problem import INPUT, IndexedProblem
 from fxremat.planner.local.level_sweep import narrow_cuts
 from fxremat.planner.published.chain import block_of_each_op, turns
 from fxremat.planner.published.parts import Part, Steps, most_alive, read_later
-from fxremat.planner.variants.all_variants import combine
+from fxremat.planner.variants.all_variants import AllVariants
 from fxremat.planner.variants.choice_milp import ChoiceMilp
 from fxremat.planner.variants.choose_and_plan import runs_that_hold
 
@@ -45,6 +45,11 @@ class Cluster(Part):
     """A part whose forward ``makes`` values, too, that others read and that it can make again."""
 
     makes: frozenset[int]
+
+    @property
+    def marks(self) -> tuple[Set[int], ...]:
+        """What others read, too, differs from what they do not."""
+        return self.local, self.makes
 
     @property
     def own(self) -> frozenset[int]:
@@ -70,23 +75,9 @@ def decompose(model: IndexedProblem, count: int) -> list[Cluster]:
     for c, (start, stop) in enumerate(pairwise((*firsts, turn + 1))):
         ops = [op for op in range(turn + 1, model.n) if whose[op] == c]
         backward = range(ops[0], ops[-1] + 1) if ops else range(model.n, model.n)
-        clusters.append(_cluster(model, range(start, stop), backward, local[c], makes[c]))
+        sets = frozenset(local[c]), frozenset(makes[c])
+        clusters.append(Cluster(model, range(start, stop), backward, *sets))
     return clusters
-
-
-def _cluster(
-    model: IndexedProblem, forward: range, backward: range, local: set[int], makes: set[int]
-) -> Cluster:
-    end = max(forward.stop, backward.stop)
-
-    def role(value: int) -> str:
-        return "local" if value in local else "made" if value in makes else "outside"
-
-    def stays(value: int) -> bool:
-        kept = model.is_output[value] or model.last_reads[value] >= end
-        return kept and not model.evictable(value)
-
-    return Cluster(model, forward, backward, frozenset(local), role, stays, frozenset(makes))
 
 
 def turn_of(model: IndexedProblem) -> int:
@@ -100,21 +91,17 @@ def turn_of(model: IndexedProblem) -> int:
 # -- one level of the hierarchy ---------------------------------------------------------------
 
 
-@dataclass
 class Level:
     """Clusters and the backwards of each that there are to choose from; the first is store-all."""
 
-    clusters: Sequence[Cluster]
-    options: list[list[Steps]]
-    again: dict[str, Steps] = field(default_factory=dict)
-    """The ops of each op of the problem when it runs again, or of a backward."""
-
-    def __post_init__(self) -> None:
-        self.model = self.clusters[0].model
+    def __init__(self, clusters: Sequence[Cluster], options: list[list[Steps]]) -> None:
+        self.clusters, self.options, self.model = clusters, options, clusters[0].model
+        self.again = dict[str, Steps]()
+        """The ops of each op of the problem when it runs again, or of a backward."""
 
     def steps(self, budget: int, deadline: Deadline) -> Iterator[int]:
         """The ops of the best choice for a budget, in order; none where there is no choice."""
-        combined = combine(self.problem)
+        combined = AllVariants(self.problem)
         points = [k for k, op in enumerate(combined.ops) if op.name.startswith(("run", "back"))]
         choice = ChoiceMilp(combined, points, budget)
         solution = choice.solve(deadline)
@@ -123,7 +110,7 @@ class Level:
         names = choice.names(solution)
         left = take(self.problem, names)
         option = dict(name.split(".") for name in names)
-        runs = runs_that_hold(build_model(left), combined, choice.held_at(solution))
+        runs = runs_that_hold(IndexedProblem(left), combined, choice.held_at(solution))
         again = {stage: [op for op, other in runs if other == stage] for _, stage in runs}
         done = 0
         for stage, op in enumerate(left.ops):

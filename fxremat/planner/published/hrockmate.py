@@ -10,8 +10,6 @@ again. Large clusters are cut again, down to those that the solver `moments` tak
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 
 from fxremat.core.constants import ROUNDS
@@ -24,7 +22,6 @@ from fxremat.planner.local.greedy import extra_runs
 from fxremat.planner.local.ruin_and_repair import polish
 from fxremat.planner.local.stage_schedule import ParetoFront, StageSchedule
 from fxremat.planner.milp.moments import Refinement
-from fxremat.planner.plans import make_plan, rank
 from fxremat.planner.published.clusters import Cluster, Level, decompose, turn_of
 from fxremat.planner.published.known_schedule import Incumbent, without_unread
 from fxremat.planner.published.parts import (
@@ -50,21 +47,17 @@ def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) ->
         front = ParetoFront(model)
         front.offer(StageSchedule(model, without_unread(model, call.runs)))
         call.tell(None)
-        hierarchy = Hierarchy(PartPlans(call.deadline))
+        hierarchy = Hierarchy(call.deadline)
         level = hierarchy.level(model)
         if level is not None:
             hierarchy.fill(front, level, budget_bytes, ROUNDS)
         polish(front, budget_bytes, call.deadline)
-        found = make_plan(problem, front.steps(front.choose(budget_bytes)), NAME)
-        call.best = min(call.best, found, key=lambda plan: rank(plan, budget_bytes))
+        call.keep_if_better(front.steps(front.choose(budget_bytes)))
     return call.plan()
 
 
-@dataclass(frozen=True)
-class Hierarchy:
+class Hierarchy(PartPlans):
     """Plans for graphs of any size; the options of each distinct cluster are found once."""
-
-    plans: PartPlans
 
     def fill(self, front: ParetoFront, level: Level, budget: int, tries: int) -> None:
         """Offer the schedules of a level for the budget, and for what it really turns out to be.
@@ -73,7 +66,7 @@ class Hierarchy:
         """
         room, model = budget, front.model
         for _ in range(tries):
-            steps = model.names(level.steps(room, self.plans.deadline))
+            steps = model.names(level.steps(room, self.deadline))
             if not steps:
                 room += int((1 - constants.LESS) * budget)
                 continue
@@ -106,15 +99,21 @@ class Hierarchy:
 
     def options(self, part: Part) -> list[Steps]:
         """Store-all and the others that are worth a choice; none without a backward."""
-        return self.plans.of(part, lambda: self._search(part)) if part.backward else []
+        return self.of(part, lambda: self._search(part)) if part.backward else []
 
     def _search(self, part: Part) -> list[Steps]:
         """Schedules of the cluster's own problem, for several pauses and budgets."""
         model = part.model
+
+        def figures(steps: Steps) -> tuple[float, ...]:
+            """What a level above chooses by: bytes saved, time, the peak of the backward."""
+            saved = model.size_of(filter(model.evictable, read_later(model, steps)))
+            return saved, model.time_of(steps), most_alive(model, steps, frozenset())
+
         written = {v for op in part.forward for v in model.writes[op] if model.evictable(v)}
         repeatable = model.repeatable.__getitem__
-        found = part.schedules(written, repeatable, self.plans.deadline, self._improve)
-        return worth_a_choice(found, partial(_figures, part), GRID)
+        found = part.schedules(written, repeatable, self.deadline, self._improve)
+        return worth_a_choice(found, figures, GRID)
 
     def _improve(self, front: ParetoFront) -> None:
         """What the level below finds, or the solver `moments`."""
@@ -123,18 +122,11 @@ class Hierarchy:
         level = self.level(model) if turn_of(model) + 1 > constants.FEW_OPS else None
         for part in (0.75, 0.5, 0.25, 0.0):
             budget = least + int(part * (most - least))
-            if not self.plans.deadline.running():
+            if not self.deadline.running():
                 break
             if level is not None:
                 self.fill(front, level, budget, 1)
             else:
-                rounds = Refinement.at_the_peak(front, budget, self.plans.deadline).rounds()
+                rounds = Refinement(front, budget, self.deadline).rounds()
                 for state in islice(rounds, 3):
                     front.offer(state)
-
-
-def _figures(part: Part, steps: Steps) -> tuple[float, ...]:
-    """What a level above chooses an option by: bytes saved, time, the peak of the backward."""
-    model = part.model
-    saved = model.size_of(filter(model.evictable, read_later(model, steps)))
-    return saved, model.time_of(steps), most_alive(model, steps, frozenset())

@@ -12,7 +12,7 @@ from dataclasses import replace
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
 from fxremat.planner.deadline import Deadline
-from fxremat.planner.indexed_problem import IndexedProblem, build_model, peak_bound
+from fxremat.planner.indexed_problem import IndexedProblem, peak_bound
 from fxremat.planner.local import greedy
 from fxremat.planner.local.stage_schedule import ExtraRun, StageSchedule
 from fxremat.planner.plans import make_plan, rank
@@ -27,7 +27,7 @@ class Incumbent:
     ) -> None:
         """Start from store-all where that fits, else from a known plan."""
         self.name, self.budget, self.options = name, budget_bytes, options
-        self.deadline, self.model = Deadline(options.time_limit_s), build_model(problem)
+        self.deadline, self.model = Deadline(options.time_limit_s), IndexedProblem(problem)
         self.best = make_plan(problem, problem.base_steps(), name)
         if budget_bytes is not None and not self.fits():
             self.best = start_plan(problem, budget_bytes, options)
@@ -54,13 +54,11 @@ class Incumbent:
         return self.is_fastest()
 
     def keep_if_better(self, steps: Sequence[str]) -> bool:
-        """Keep a schedule if replay says that it fits, and that it is better than the best."""
+        """Keep a schedule if replay says that it is better than the best."""
         plan = make_plan(self.model.problem, steps, self.name)
-        over = self.budget is not None and plan.peak_bytes > self.budget
-        if over or (self.fits() and plan.time_us >= self.best.time_us):
-            return False
-        self.best = plan
-        return True
+        better = rank(plan, self.budget) < rank(self.best, self.budget)
+        self.best = plan if better else self.best
+        return better
 
     def tell(self, bound_us: float | None) -> None:
         """Report the progress to who asked for it."""

@@ -49,18 +49,10 @@ BYTE_PARTS, TIME_PARTS = 1 << 24, 1 << 40
 """Parts into which budget and base time are divided at most: CP-SAT computes in integers."""
 
 
-class NotInstalled(ProblemRefused, ImportError):
-    """OR-Tools is missing."""
-
-
-class Failed(ProblemRefused, RuntimeError):
-    """The process of CP-SAT came to a bad end."""
-
-
 def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) -> Plan:
     """The best plan found with few runs of each op."""
     if importlib.util.find_spec("ortools") is None:
-        raise NotInstalled(
+        raise ProblemRefused(
             f"solver {NAME!r} needs OR-Tools. What to do: pip install 'fxremat[cpsat]', "
             "or use another solver"
         )
@@ -126,25 +118,21 @@ def _answers(question: dict[str, Any], deadline: Deadline) -> Iterator[list[Extr
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         threading.Thread(target=_stop_in_time, args=(process, deadline), daemon=True).start()
+        assert process.stdin is not None
+        assert process.stdout is not None
         try:
-            yield from _talk(process, question)
+            with suppress(BrokenPipeError):  # of a process that failed, or was stopped, meanwhile
+                json.dump(question, process.stdin)
+                process.stdin.close()
+            for line in process.stdout:
+                yield [(op, stage) for op, stage in json.loads(line)]
             if process.wait() != 0 and deadline.running():
                 said = "" if process.stderr is None else process.stderr.read()
-                raise Failed(
+                raise ProblemRefused(
                     f"solver {NAME!r} failed; use another solver. CP-SAT's process said:\n{said}"
                 )
         finally:
             process.kill()
-
-
-def _talk(process: subprocess.Popen[str], question: dict[str, Any]) -> Iterator[list[ExtraRun]]:
-    assert process.stdin is not None
-    assert process.stdout is not None
-    with suppress(BrokenPipeError):  # of a process that failed, or was stopped, meanwhile
-        json.dump(question, process.stdin)
-        process.stdin.close()
-    for line in process.stdout:
-        yield [(op, stage) for op, stage in json.loads(line)]
 
 
 def _stop_in_time(process: subprocess.Popen[str], deadline: Deadline) -> None:

@@ -17,7 +17,6 @@ import importlib
 import json
 import sys
 from collections import defaultdict
-from dataclasses import dataclass, field
 from typing import Any
 
 INPUT = -1
@@ -30,22 +29,16 @@ def slot_of(stage: int, op: int) -> int:
     return stage * (stage + 1) // 2 + op
 
 
-@dataclass
 class Retention:
     """The constraint programme: variables by run and by copy."""
 
-    cp: Any
-    problem: dict[str, Any]
-    present: dict[RunOrCopy, Any] = field(default_factory=dict)
-    start: dict[RunOrCopy, Any] = field(default_factory=dict)
-    end: dict[RunOrCopy, Any] = field(default_factory=dict)
-    reads: dict[tuple[RunOrCopy, RunOrCopy], Any] = field(default_factory=dict)
-    taken: defaultdict[RunOrCopy, list[tuple[int, Any]]] = field(
-        default_factory=lambda: defaultdict(list)
-    )
-
-    def __post_init__(self) -> None:
-        self.programme = self.cp.CpModel()
+    def __init__(self, cp: Any, problem: dict[str, Any]) -> None:
+        self.cp, self.problem, self.programme = cp, problem, cp.CpModel()
+        self.present = dict[RunOrCopy, Any]()
+        self.start = dict[RunOrCopy, Any]()
+        self.end = dict[RunOrCopy, Any]()
+        self.reads = dict[tuple[RunOrCopy, RunOrCopy], Any]()
+        self.taken = defaultdict[RunOrCopy, list[tuple[int, Any]]](list)
         self.always = self.programme.new_constant(1)
         count = len(self.problem["stages"])
         self.last_slot = slot_of(count - 1, count - 1)

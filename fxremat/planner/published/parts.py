@@ -8,7 +8,7 @@ planned once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import repeat
@@ -16,30 +16,40 @@ from itertools import repeat
 from fxremat.core.problem import Op, Phase, Problem, Value
 from fxremat.planner import constants
 from fxremat.planner.deadline import Deadline
-from fxremat.planner.indexed_problem import IndexedProblem, build_model
+from fxremat.planner.indexed_problem import IndexedProblem
 from fxremat.planner.local.editable_schedule import descend_from_store_all
-from fxremat.planner.local.stage_schedule import ParetoFront, steps_of
+from fxremat.planner.local.stage_schedule import ExtraRun, ParetoFront, steps_of
 from fxremat.planner.plans import not_beaten
 
 PAUSE = "pause"
 Steps = tuple[int, ...]
 """The ops of a part's backward, with forward ops between them that run again."""
+MayRerun = Callable[[int], bool]
+"""Whether an op of the forward may run again."""
 
 
 @dataclass(frozen=True)
 class Part:
     """Two stretches of the ops of a model.
 
-    ``local`` are the values that may be freed and that only these ops touch. ``role`` says what
-    any value is to the part, ``stays`` which ones are there after it as well.
+    ``local`` are the values that may be freed and that only these ops touch.
     """
 
     model: IndexedProblem
     forward: range
     backward: range
     local: frozenset[int]
-    role: Callable[[int], Hashable]
-    stays: Callable[[int], bool]
+
+    @property
+    def marks(self) -> tuple[Set[int], ...]:
+        """Sets of values that differ in what they are to the part."""
+        return (self.local,)
+
+    def stays(self, value: int) -> bool:
+        """Whether the value is there after the part, too."""
+        model, end = self.model, max(self.forward.stop, self.backward.stop)
+        kept = model.is_output[value] or model.last_reads[value] >= end
+        return kept and not model.evictable(value)
 
     @property
     def ops(self) -> Steps:
@@ -58,7 +68,8 @@ class Part:
             for value in (*model.reads[op], *model.writes[op]):
                 if value not in number:
                     number[value] = len(number)
-                    rows.append((model.bytes[value], self.role(value), self.stays(value)))
+                    marks = (value in its for its in self.marks)
+                    rows.append((model.bytes[value], *marks, self.stays(value)))
             pairs = tuple((number[read], number[write]) for read, write in model.inplace[op])
             reads = tuple(number[value] for value in model.reads[op])
             writes = tuple(number[value] for value in model.writes[op])
@@ -66,7 +77,7 @@ class Part:
             rows.append((*own, reads, writes, pairs))
         return tuple(rows)
 
-    def problem(self, pause_bytes: int, may_rerun: Callable[[int], bool]) -> Problem:
+    def problem(self, pause_bytes: int, may_rerun: MayRerun) -> Problem:
         """The problem of these ops alone, with so many bytes needed between the two halves.
 
         What stays is an output, or resident. ``may_rerun`` says which forward ops may run again.
@@ -90,26 +101,29 @@ class Part:
     def schedules(
         self,
         values: Iterable[int],
-        may_rerun: Callable[[int], bool],
+        may_rerun: MayRerun,
         deadline: Deadline,
         improve: Callable[[ParetoFront], None] = lambda front: None,
     ) -> Iterator[Steps]:
         """What evictions find for the part alone, with pauses that need up to all the values."""
-        ops = (*self.forward, -1, *self.backward)
         own = max(self.model.own_bytes[op] for op in self.ops)
         whole = self.model.size_of(values) + own
         for pause in constants.HALVES:
             if not deadline.running():
                 return
-            model = build_model(self.problem(int(pause * whole), may_rerun))
+            model = IndexedProblem(self.problem(int(pause * whole), may_rerun))
             front = ParetoFront(model)
             work = min(2 * constants.WORK // 5, constants.WORK_PER_OP * model.n)
             descend_from_store_all(front, 0, repeat(work), deadline)
             improve(front)
             for entry in reversed(front.entries):
-                steps = steps_of(model.n, entry.runs())
-                after = steps.index(len(self.forward)) + 1
-                yield tuple(ops[k] for k in steps[after:])
+                yield self.backward_with(entry.runs())
+
+    def backward_with(self, runs: Iterable[ExtraRun]) -> Steps:
+        """What follows the pause in a schedule of the part alone that has these extra runs."""
+        ops = (*self.forward, -1, *self.backward)
+        steps = steps_of(len(ops), runs)
+        return tuple(ops[k] for k in steps[steps.index(len(self.forward)) + 1 :])
 
 
 def _op(model: IndexedProblem, op: int, phase: Phase, repeatable: bool) -> Op:

@@ -21,7 +21,7 @@ from fxremat.core.problem import Problem
 from fxremat.core.timeline import Timeline, replay
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.local import greedy
-from fxremat.planner.moves.offload import items_of, least_bytes, movable, priced, rerun_costs
+from fxremat.planner.moves.offload import items_of, movable, priced, rerun_costs
 from fxremat.planner.moves.transfers import place
 from fxremat.planner.plans import make_plan
 from fxremat.planner.solvers import SolverOptions
@@ -72,14 +72,8 @@ def solve(
         if fits_the_host and (best is None or rank < best[0]):
             best = rank, line
     assert best is not None  # without moves every schedule fits the host
-    return make_plan(
-        problem,
-        best[1].steps,
-        NAME,
-        budget_bytes=budget_bytes,
-        seconds=deadline.seconds(),
-        peak_bound_bytes=least_bytes(problem),
-    )
+    steps, seconds = best[1].steps, deadline.seconds()
+    return make_plan(problem, steps, NAME, budget_bytes=budget_bytes, seconds=seconds)
 
 
 def _schedule(

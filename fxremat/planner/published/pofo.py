@@ -39,7 +39,6 @@ from fxremat.core.timeline import Timeline, replay, transfer_us
 from fxremat.planner import constants
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.indexed_problem import IndexedProblem
-from fxremat.planner.moves.offload import least_bytes
 from fxremat.planner.moves.transfers import Fetch, Item, place
 from fxremat.planner.plans import make_plan, not_beaten, rank
 from fxremat.planner.published import rotor
@@ -48,10 +47,9 @@ from fxremat.planner.published.chain import (
     BlockCost,
     Chain,
     OptionCost,
-    block_costs,
     find_chain,
 )
-from fxremat.planner.published.parts import PartPlans, Steps, read_later
+from fxremat.planner.published.parts import PartPlans, read_later
 from fxremat.planner.published.pofo_table import REST, SEND_AND_RECOMPUTE, Decision, Programme, Ways
 from fxremat.planner.published.rockmate import block_options
 from fxremat.planner.published.rotor import PAID, PAY, Table, coarser, grains
@@ -60,18 +58,14 @@ from fxremat.planner.solvers import ProblemRefused, SolverOptions
 NAME = "pofo"
 
 
-class LivesOnHost(ProblemRefused, ValueError):
-    """The problem has values that live in host memory; this solver sends activations only."""
-
-
 def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) -> Plan:
     """The fastest plan found within the budget, or that of least peak where none fits.
 
     Never slower than Rotor's plan, and that one where nothing may move. Raises `NotAChain` for a
-    problem that is not a chain of blocks, `LivesOnHost` for one with weights in host memory.
+    problem that is not a chain of blocks, `ProblemRefused` for one with weights in host memory.
     """
     if problem.host:
-        raise LivesOnHost(
+        raise ProblemRefused(
             f"{problem.host[0]} lives in host memory, and the solver 'pofo' moves activations "
             "only. Use the solver 'auto', which takes any problem."
         )
@@ -85,14 +79,7 @@ def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) ->
         search = _PofoSearch(problem, copies, budget_bytes, deadline, replay(problem, steps))
         search.run()
         steps = search.best.steps
-    return make_plan(
-        problem,
-        steps,
-        NAME,
-        budget_bytes=budget_bytes,
-        seconds=deadline.seconds(),
-        peak_bound_bytes=least_bytes(problem),
-    )
+    return make_plan(problem, steps, NAME, budget_bytes=budget_bytes, seconds=deadline.seconds())
 
 
 @dataclass
@@ -109,10 +96,11 @@ class _PofoSearch:
         """Ask the programmes of the chain and of one of larger blocks."""
         plans = PartPlans(self.deadline)
         for chain in grains(coarser(find_chain(self.problem), constants.MOST_BLOCKS)):
-            its = [block_options(chain, block, plans) for block in chain.blocks]
-            question = ChainQuestion.of(chain, its, self.copies, self.deadline)
-            if question is None:
+            its = [block_options(block, plans) for block in chain.blocks]
+            segments = Table(chain, its, self.deadline)
+            if not segments.done:
                 return
+            question = ChainQuestion(chain, segments, self.copies)
             for part in constants.HALVES:
                 self._ask(question, self.budget - part * question.largest)
             for part in constants.HALVES if self.best.peak_bytes > self.budget else ():
@@ -158,7 +146,6 @@ def figures_of(ways: Sequence[Way]) -> Ways:
 class Sender:
     """What one block may send. A value leaves when the op that writes it ends."""
 
-    chain: Chain
     block: Block
     cost: BlockCost
     copies: Copies
@@ -166,23 +153,23 @@ class Sender:
     @cached_property
     def own(self) -> frozenset[int]:
         """Values that may not be freed, which this block alone writes and reads."""
-        chain, block = self.chain, self.block
+        block, model = self.block, self.block.model
         read, elsewhere = set[int](), set[int]()
-        for op, reads in enumerate(chain.model.reads):
+        for op, reads in enumerate(model.reads):
             if op in block.backward:
                 read.update(reads)
             elif op not in block.forward:
                 elsewhere.update(reads)
         return frozenset(
             value
-            for value in (read & chain.spans.keys()) - elsewhere
-            if chain.model.writer[value] in block.forward and not chain.model.is_output[value]
+            for value in (read & block.chain.spans.keys()) - elsewhere
+            if model.writer[value] in block.forward and not model.is_output[value]
         )
 
     @cached_property
     def largest(self) -> int:
         """Bytes of the largest value that may be sent."""
-        return max((self.chain.model.bytes[v] for v in self.block.reach | self.own), default=0)
+        return max((self.block.model.bytes[v] for v in self.block.reach | self.own), default=0)
 
     def ways(self, x: int) -> list[Way]:
         """The ways of the block that no other beats, and only some where they are many."""
@@ -190,9 +177,9 @@ class Sender:
 
     def _of(self, option: OptionCost, x: int) -> Iterator[Way]:
         """The option, with every choice among the largest values that it holds."""
-        block, sizes = self.block, self.chain.model.bytes
+        block, sizes = self.block, self.block.model.bytes
         stored = block.enters is not None and (x == PAID or option.needs_enters)
-        later = read_later(self.chain.model, option.backward.steps)
+        later = read_later(self.block.model, option.backward.steps)
         held = (later & block.local) - {block.leaves}
         may = (held - block.early) | self.own | ({block.enters} if stored else set())
         large = sorted((v for v in may if v is not None and sizes[v]), key=lambda v: (-sizes[v], v))
@@ -201,7 +188,7 @@ class Sender:
         moves = self._moves(option, large[:most])
         for count in range(len(moves) + 1):
             for sent in combinations(sorted(moves), count):
-                nbytes = self.chain.model.size_of(sent)
+                nbytes = self.block.model.size_of(sent)
                 out = _queue([moves[value][0] for value in sent], option.first.time)
                 back = _queue([moves[value][1] for value in sent], option.backward.time)
                 kept = figures[-1] - nbytes
@@ -222,13 +209,13 @@ class Sender:
             backward.time,
             first.apart + enters if stored else first.whole,
             backward.apart + enters if x == PAID else backward.whole,
-            option.held_first + enters - self.chain.model.size_of(leaves),
+            option.held_first + enters - self.block.model.size_of(leaves),
         )
 
     def _moves(self, option: OptionCost, values: Sequence[int]) -> dict[int, tuple[Wait, Wait]]:
         """For each value, when it may leave and how long that takes; the same for its return,
         looking back from the end of the backward."""
-        model = self.chain.model
+        model = self.block.model
         written = _touch_times(model, option.first.steps, model.writes, ends=True)
         read = _touch_times(model, option.backward.steps, model.reads, ends=False)
         end = option.backward.time
@@ -241,7 +228,7 @@ class Sender:
         }
 
     def _takes(self, kind: Kind, value: int) -> float:
-        return transfer_us(self.copies, kind, self.chain.model.bytes[value])
+        return transfer_us(self.copies, kind, self.block.model.bytes[value])
 
 
 def _touch_times(
@@ -277,32 +264,18 @@ def pareto(ways: Sequence[Way]) -> list[Way]:
 # -- from decisions to ops -------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
 class ChainQuestion:
     """A chain, what its programme chooses among, and the bytes of the largest value to send."""
 
-    chain: Chain
-    segments: Table
-    choices: Sequence[Sequence[Sequence[Way]]]
-    copies: Copies
-    largest: int
-
-    @staticmethod
-    def of(
-        chain: Chain, options: Sequence[Sequence[Steps]], copies: Copies, deadline: Deadline
-    ) -> ChainQuestion | None:
-        """The question of a chain; None where the clock stopped it."""
-        costs = block_costs(chain, options)
-        segments = Table(costs, deadline)
-        if not segments.done:
-            return None
-        senders = [Sender(chain, *pair, copies) for pair in zip(chain.blocks, costs, strict=True)]
-        choices = [
+    def __init__(self, chain: Chain, segments: Table, copies: Copies) -> None:
+        self.chain, self.segments, self.copies = chain, segments, copies
+        pairs = zip(chain.blocks, segments.costs, strict=True)
+        senders = [Sender(*pair, copies) for pair in pairs]
+        self.choices = [
             [sender.ways(PAY), sender.ways(PAID) if two else []]
             for sender, two in zip(senders, segments.two, strict=True)
         ]
-        largest = max(sender.largest for sender in senders)
-        return ChainQuestion(chain, segments, choices, copies, largest)
+        self.largest = max(sender.largest for sender in senders)
 
     def answers(self, budget: float, most: float, deadline: Deadline) -> Iterator[list[Item]]:
         """What the programme answers that adds at most so much time, the best first."""
@@ -327,7 +300,7 @@ class ChainQuestion:
             before += part[:turn]
             after.append(part[turn:])
             for cost in self.segments.costs[each.i : each.j + 1] if each.choice != REST else ():
-                before += cost.first_unsaved.steps
+                before += cost.unsaved.first.steps
             enters = self.chain.blocks[each.i].enters
             if each.choice == SEND_AND_RECOMPUTE and enters is not None:
                 sent.add(enters)

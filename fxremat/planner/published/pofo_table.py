@@ -43,7 +43,7 @@ Row = npt.NDArray[np.float64]
 Index = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 Column = npt.NDArray[Any]
-Slots = tuple[int, int, int, int]
+Slots = tuple[int, ...]
 RECOMPUTE, SEND_AND_RECOMPUTE, REST = -1, -2, -3
 """Decisions that are no way of a block: `REST` leaves all further blocks to Rotor."""
 
@@ -102,15 +102,14 @@ class Decision:
     slots: int
 
 
-@dataclass(frozen=True)
-class _End:
+class _End(NamedTuple):
     """An answer: the state it ends in, in front of a block that is left to Rotor, if any."""
 
     added: float
     block: int
     x: int
     state: int
-    rest: Decision | None
+    slots: int
 
 
 class Programme:
@@ -138,7 +137,8 @@ class Programme:
         self.found: list[dict[int, list[States]]] = [{} for _ in range(self.count + 1)]
         self.states: list[dict[int, States]] = [{} for _ in range(self.count + 1)]
         self.ends: list[_End] = []
-        self.found[0][PAY] = [_start()]
+        none, zero = np.zeros(1), np.zeros(1, dtype=np.int64)
+        self.found[0][PAY] = [States(none, none, none, none, none, zero, zero, zero, zero, zero)]
         for i in range(self.count + 1):
             if not deadline.running():
                 break
@@ -150,8 +150,8 @@ class Programme:
         for end in sorted(self.ends, key=lambda end: end.added):
             ends.setdefault((end.block, end.x, end.state), end)
         for end in [*ends.values()][:most]:
-            out = [] if end.rest is None else [end.rest]
-            block, x, at = end.block, end.x, end.state
+            _, block, x, at, slots = end
+            out = [Decision(block, self.count - 1, x, REST, slots)] if block < self.count else []
             while block:
                 here, last = self.states[block][x], block - 1
                 choice, slots = int(here.choice[at]), int(here.slots[at])
@@ -168,7 +168,8 @@ class Programme:
             self.states[i][x] = states
             if i == self.count:
                 for part in (1.0, 0.0):
-                    self._end(i, x, states.added + part * states.leaving + states.coming)
+                    added = states.added + part * states.leaving + states.coming
+                    self._end(i, x, added, states.slots)
                 continue
             self._rest(i, x, states)
             self._run(i, x, states)
@@ -254,9 +255,9 @@ class Programme:
         """
         table = self.segments
         time = table.times[1][i : stop + 1] - table.times[1][i]
-        needs = np.array([float(cost.first_unsaved.whole) for cost in table.costs[i:stop]])
+        needs = np.array([float(cost.unsaved.first.whole) for cost in table.costs[i:stop]])
         needs += table.early[i:stop] - table.early[i]
-        needs[0] = table.costs[i].first_unsaved.apart + leaves
+        needs[0] = table.costs[i].unsaved.first.apart + leaves
         gone = time[:-1] * self.copies.to_host
         gone[0] = out * self.copies.to_host
         worst, lag = np.maximum.accumulate(needs), np.maximum.accumulate(needs - gone)
@@ -281,14 +282,12 @@ class Programme:
                 waits += np.maximum(states.coming - back * least, 0.0)
                 self._end(i, x, states.added + takes - base + waits, slots)
 
-    def _end(self, i: int, x: int, added: Row, slots: Index | None = None) -> None:
+    def _end(self, i: int, x: int, added: Row, slots: Index) -> None:
         """Note the best answers that end in these states."""
         for at in map(int, np.argsort(added, kind="stable")[:3]):
             time = float(added[at])
             if time <= self.most_added and time < np.inf:
-                last = self.count - 1
-                rest = None if slots is None else Decision(i, last, x, REST, int(slots[at]))
-                self.ends.append(_End(time, i, x, at, rest))
+                self.ends.append(_End(time, i, x, at, int(slots[at])))
 
     def _slots(self, nbytes: Row) -> Index:
         """Slots of Rotor's table that so many bytes are."""
@@ -299,13 +298,11 @@ class Programme:
 
     def _best(self, states: States) -> States:
         """The states that stay with so many slots that they are not too many."""
-        kept, leaving, coming, sent = constants.SLOTS
-        slots = (kept, leaving, coming, sent if self.capped else 1)
+        slots: Slots = constants.SLOTS if self.capped else (*constants.SLOTS[:3], 1)
         found = self._fronts(states, slots)
         while (count := len(found.added)) > constants.MOST_STATES:
             part = (constants.MOST_STATES / count) ** (1 / len(slots))
-            kept, leaving, coming, sent = (max(1, int(part * number)) for number in slots)
-            slots = (kept, leaving, coming, sent)
+            slots = tuple(max(1, int(part * number)) for number in slots)
             found = self._fronts(found, slots)
         return found
 
@@ -329,12 +326,6 @@ class Programme:
         fastest.reshape(-1)[key[first]] = states.added[first]
         others = _less(fastest).reshape(-1)[key[first]]
         return states.take(first[states.added[first] < others])
-
-
-def _start() -> States:
-    """The only state in front of the first block."""
-    none, zero = np.zeros(1), np.zeros(1, dtype=np.int64)
-    return States(none, none, none, none, none, zero, zero, zero, zero, zero)
 
 
 def _even(column: Row, count: int) -> Index:

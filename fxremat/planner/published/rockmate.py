@@ -16,16 +16,19 @@ each distinct block is solved on its own, and hands the schedules to the chain (
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
 from fxremat.planner import constants
 from fxremat.planner.deadline import Deadline
-from fxremat.planner.milp.highs import Milp, Term
+from fxremat.planner.indexed_problem import IndexedProblem
+from fxremat.planner.local.stage_schedule import StageSchedule
+from fxremat.planner.milp.relaxation import Relaxation, extra_runs_for
 from fxremat.planner.plans import remembered
-from fxremat.planner.published.chain import Block, Chain, find_chain, option_cost, store_all
+from fxremat.planner.published.chain import Block, OptionCost, find_chain
 from fxremat.planner.published.parts import (
+    MayRerun,
     Part,
     PartPlans,
     Steps,
@@ -41,41 +44,29 @@ GRID = 10
 et al., whose class has ``nb_budget_save=10``)."""
 
 
-def part_of(chain: Chain, block: Block) -> Part:
-    """The block, to be planned alone."""
-
-    def role(value: int) -> tuple[bool, bool, bool]:
-        return value in block.local, value == block.enters, value == block.leaves
-
-    def stays(value: int) -> bool:
-        return value in chain.spans and chain.spans[value][1] > block.backward.stop - 1
-
-    return Part(chain.model, block.forward, block.backward, block.local, role, stays)
-
-
-def block_options(chain: Chain, block: Block, plans: PartPlans) -> list[Steps]:
+def block_options(block: Block, plans: PartPlans) -> list[Steps]:
     """The options of a block: store-all first, then what is found, once for equal blocks."""
 
     def search() -> list[Steps]:
-        held = held_options(chain, block, plans.deadline)
-        paths = part.schedules(block.reach, may_rerun, plans.deadline)
-        return pareto(chain, block, [*held, *paths])
+        saved = read_later(block.model, block.backward) & block.reach
+        held = held_options(block, block.model.size_of(saved), may_rerun, plans.deadline)
+        paths = block.schedules(block.reach, may_rerun, plans.deadline)
+        return pareto(block, [*held, *paths])
 
     def may_rerun(op: int) -> bool:
-        return not block.local.isdisjoint(chain.model.writes[op])
+        return not block.local.isdisjoint(block.model.writes[op])
 
-    part = part_of(chain, block)
-    return plans.of(part, search)
+    return plans.of(block, search)
 
 
-def pareto(chain: Chain, block: Block, options: Iterable[Steps]) -> list[Steps]:
+def pareto(block: Block, options: Iterable[Steps]) -> list[Steps]:
     """Options that no other beats in bytes held, time, and bytes while the backward runs."""
 
     def figures(option: Steps) -> tuple[float, ...]:
-        cost = option_cost(chain, block, option)
+        cost = OptionCost(block, option)
         held = cost.held
         if cost.needs_enters and block.enters is not None:
-            held += chain.model.bytes[block.enters]
+            held += block.model.bytes[block.enters]
         return held, cost.backward.time, cost.backward.whole
 
     return worth_a_choice(options, figures, constants.MOST_OPTIONS)
@@ -84,58 +75,20 @@ def pareto(chain: Chain, block: Block, options: Iterable[Steps]) -> list[Steps]:
 # -- the integer programme -------------------------------------------------------------------
 
 
-def held_options(chain: Chain, block: Block, deadline: Deadline) -> Iterator[Steps]:
-    """Options that hold fewer and fewer bytes, each value made again at most once."""
-    backward = tuple(block.backward)
-    saved = read_later(chain.model, backward) & block.reach
-    most = chain.model.size_of(saved)
-    for k in reversed(range(GRID)):
-        kept = _held(chain, block, saved, most * k // GRID, deadline)
-        if kept is not None:
-            yield _with_runs(chain, block, kept)
+def held_options(part: Part, saved_bytes: int, rerun: MayRerun, deadline: Deadline) -> list[Steps]:
+    """Options that hold a smaller and smaller part of the bytes saved, each value made again once.
 
-
-def _held(
-    chain: Chain, block: Block, wanted: frozenset[int], limit: int, deadline: Deadline
-) -> frozenset[int] | None:
-    """The values to hold within the limit such that making the others takes least time.
-
-    Wanted values are held or made again; so is what an op that runs again reads.
+    The programme is the relaxation over one program point, the pause.
     """
-    model, milp = chain.model, Milp()
-    tie = 1e-6 * sum(model.time) / (1 + sum(model.bytes))
-    hold = {value: milp.binary(tie * model.bytes[value]) for value in sorted(block.reach)}
-    makers = [op for op in block.forward if block.local.intersection(model.writes[op])]
-    again = {op: milp.binary(model.time[op]) for op in makers}
-
-    def there(value: int) -> list[Term]:
-        op = model.writer[value]
-        made = [(again[op], 1.0)] if value in block.local else []
-        return [(hold[value], 1.0), *made]
-
-    for value in sorted(wanted):
-        milp.row(there(value), low=1.0)
-    for op in makers:
-        for value in sorted(block.reach.intersection(model.reads[op])):
-            milp.row([*there(value), (again[op], -1.0)], low=0.0)
-    milp.row([(column, float(model.bytes[value])) for value, column in hold.items()], high=limit)
-    solution = milp.solve(deadline, nodes=12 * constants.NODES)
-    if solution.values is None:
-        return None
-    return frozenset(value for value, column in hold.items() if solution.chosen(column))
-
-
-def _with_runs(chain: Chain, block: Block, held: frozenset[int]) -> Steps:
-    """The backward with what is not held made again in front of its first reader."""
-    model, there = chain.model, set(held)
-    steps: list[int] = []
-    for op in block.backward:
-        gone = block.local - there
-        again = model.makers(block.forward, gone.intersection(model.reads[op]), gone)
-        for maker in again:
-            there.update(model.writes[maker])
-        steps += (*again, op)
-    return tuple(steps)
+    model, pause = IndexedProblem(part.problem(0, rerun)), len(part.forward)
+    most, found = int(StageSchedule(model).peak[pause]) - saved_bytes, list[Steps]()
+    for k in reversed(range(GRID)):
+        programme = Relaxation(model, most + saved_bytes * k // GRID, [pause])
+        solution = programme.solve(deadline)
+        if solution.values is not None:
+            runs = extra_runs_for(model, dict(programme.held_in(solution)))
+            found.append(part.backward_with(runs))
+    return found
 
 
 # -- the chain -------------------------------------------------------------------------------
@@ -154,8 +107,8 @@ def whole_front(problem: Problem, options: SolverOptions) -> tuple[Plan, ...]:
     """Plans that no other beats in both peak and time, remembered for the last few problems."""
     deadline = Deadline(options.time_limit_s)
     finest, plans = coarser(find_chain(problem), constants.MOST_BLOCKS), PartPlans(deadline)
-    schedules = chain_schedules(finest, [[store_all(block)] for block in finest.blocks], deadline)
+    schedules = chain_schedules(finest, finest.store_all, deadline)
     for chain in grains(finest):
-        its = [block_options(chain, block, plans) for block in chain.blocks]
+        its = [block_options(block, plans) for block in chain.blocks]
         schedules.extend(chain_schedules(chain, its, deadline))
     return best_plans(problem, schedules, NAME, deadline)

@@ -42,9 +42,7 @@ from fxremat.planner.published.chain import (
     Chain,
     NotAChain,
     OptionCost,
-    block_costs,
     find_chain,
-    store_all,
 )
 from fxremat.planner.published.parts import Steps
 from fxremat.planner.solvers import SolverOptions
@@ -63,8 +61,11 @@ class Table:
     i, -1 - k for "check" with the cut before block i + 1 + k.
     """
 
-    def __init__(self, costs: Sequence[BlockCost], deadline: Deadline) -> None:
-        self.costs = costs
+    def __init__(
+        self, chain: Chain, options: Iterable[Iterable[Steps]], deadline: Deadline
+    ) -> None:
+        pairs = zip(chain.blocks, options, strict=True)
+        self.costs = costs = [BlockCost(block, its) for block, its in pairs]
         self.count = len(costs)
         most = store_all_bytes(costs)
         self.slot = max(1.0, most * self.count / (SLOTS * constants.MOST_BLOCKS))
@@ -81,9 +82,7 @@ class Table:
     def levels(self) -> list[int]:
         """The slots at which less time is enough, from many to few."""
         row = self.best[PAY, 0, self.count - 1]
-        drops = np.flatnonzero(row[1:] < row[:-1]) + 1
-        first = [0] if np.isfinite(row[0]) else []
-        return [int(m) for m in drops[::-1]] + first
+        return [int(m) for m in np.flatnonzero(row < np.append(np.inf, row[:-1]))[::-1]]
 
     def steps(self, slots: int) -> list[int]:
         """The ops of the best schedule within so many slots."""
@@ -114,7 +113,7 @@ class Table:
     def _unsaved(self, j: int) -> list[BlockRun]:
         """The runs of all blocks that hold nothing, where block j is the last one."""
         first = j == self.count - 1
-        return [cost.first_unsaved if first else cost.rerun_unsaved for cost in self.costs]
+        return [cost.unsaved.first if first else cost.unsaved.again for cost in self.costs]
 
     def _prepare(self) -> None:
         """Sums over the forward runs that hold nothing.
@@ -124,7 +123,7 @@ class Table:
         """
         both = self._unsaved(-1), self._unsaved(self.count - 1)
         self.times = [np.cumsum([0.0, *(run.time for run in runs)]) for runs in both]
-        self.early = np.cumsum([0, *(cost.early for cost in self.costs)])
+        self.early = np.cumsum([0, *(cost.unsaved.held_first for cost in self.costs)])
         self.skip_needs = np.zeros((2, self.count, self.count))
         for first, runs in enumerate(both):
             for i in range(self.count):
@@ -241,7 +240,7 @@ def whole_front(problem: Problem, options: SolverOptions) -> tuple[Plan, ...]:
     """Plans that no other beats in both peak and time, remembered for the last few problems."""
     deadline = Deadline(options.time_limit_s)
     chain = coarser(find_chain(problem), constants.MOST_BLOCKS)
-    schedules = chain_schedules(chain, [[store_all(block)] for block in chain.blocks], deadline)
+    schedules = chain_schedules(chain, chain.store_all, deadline)
     return best_plans(problem, schedules, NAME, deadline)
 
 
@@ -252,7 +251,7 @@ def chain_schedules(
 
     They are as many as every other slot of the longest chain, evenly picked.
     """
-    table = Table(block_costs(chain, options), deadline)
+    table = Table(chain, options, deadline)
     if not table.done:
         return []
     levels = table.levels()
@@ -279,7 +278,8 @@ def coarser(chain: Chain, most: int) -> Chain:
         for k in pairs:
             if len(sizes) - len(gone) > most and not {k - 1, k, k + 1} & gone:
                 gone.add(k)
-        chain = chain.merged(cut for k, cut in enumerate(chain.cuts) if k not in gone)
+        left = [cut for k, cut in enumerate(chain.cuts) if k not in gone]
+        chain = Chain(chain.model, chain.turn, left)
     return chain
 
 

@@ -8,13 +8,12 @@ a is taken. For an op of variant a it is z[a]; for an op that a makes superfluou
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from fxremat.core.problem import InvalidProblem, Op, Problem
 from fxremat.core.variants import exclude, take
-from fxremat.planner.indexed_problem import IndexedProblem, build_model
+from fxremat.planner.indexed_problem import IndexedProblem
 
 
 @dataclass(frozen=True)
@@ -30,19 +29,42 @@ class Condition:
         return self.constant == 1 and not self.factors
 
 
-@dataclass(frozen=True)
 class AllVariants:
-    """All ops in one order; ``variant_of`` has the variant of each, None for ops of the problem.
+    """All ops in one order: those of a variant stand where they do if it is taken alone.
 
-    ``usable`` are the variants that can be taken by themselves, by their place in the problem.
+    ``variant_of`` has the variant of each op, None for ops of the problem. ``usable`` are the
+    variants that can be taken by themselves, by their place in the problem. ``superseded`` are the
+    ops that are not needed once each of these is taken.
     """
 
-    problem: Problem
-    ops: tuple[Op, ...]
-    variant_of: tuple[int | None, ...]
-    usable: tuple[int, ...]
-    superseded: Mapping[int, frozenset[str]]
-    """The ops that are not needed once each variant is taken."""
+    def __init__(self, problem: Problem) -> None:
+        self.problem, self.usable = problem, list[int]()
+        self.superseded = dict[int, frozenset[str]]()
+        base = {op.name: index for index, op in enumerate(problem.ops)}
+        over = defaultdict[str, list[tuple[str, str]]](list)
+        for change in (change for one in problem.variants for change in one.changes):
+            over[change.op].extend(change.inplace)
+        placed: list[tuple[float, int, int, Op, int | None]] = [
+            (float(index), -1, 0, replace(op, inplace=(*op.inplace, *over[op.name])), None)
+            for index, op in enumerate(problem.ops)
+        ]
+        for index, one in enumerate(problem.variants):
+            try:
+                left = take(problem, [one.name])
+            except InvalidProblem:
+                continue
+            self.usable.append(index)
+            self.superseded[index] = frozenset(base.keys() - left.op_of.keys())
+            mine = {op.name for op in one.ops}
+            last = -1.0
+            for number, op in enumerate(left.ops):
+                if op.name in mine:
+                    placed.append((last + 0.5, index, number, op, index))
+                else:
+                    last = float(base[op.name])
+        placed.sort(key=lambda entry: entry[:3])
+        self.ops = tuple(entry[3] for entry in placed)
+        self.variant_of = tuple(entry[4] for entry in placed)
 
     @cached_property
     def stage_of(self) -> dict[str, int]:
@@ -70,7 +92,7 @@ class AllVariants:
             for op, reads in zip(self.ops, self.reads, strict=True)
         )
         outputs = tuple(self.output_conditions)
-        return build_model(replace(self.problem, ops=ops, outputs=outputs, variants=()))
+        return IndexedProblem(replace(self.problem, ops=ops, outputs=outputs, variants=()))
 
     def run_condition(self, stage: int) -> Condition:
         """The condition for an op to run at all."""
@@ -152,38 +174,3 @@ class AllVariants:
             if not any(exclude(variants[index], variants[other]) for other in out):
                 out.append(index)
         return out
-
-
-def combine(problem: Problem) -> AllVariants:
-    """All ops in one order: those of a variant stand where they do if it is taken alone."""
-    base = {op.name: index for index, op in enumerate(problem.ops)}
-    over = defaultdict[str, list[tuple[str, str]]](list)
-    for change in (change for one in problem.variants for change in one.changes):
-        over[change.op].extend(change.inplace)
-    placed: list[tuple[float, int, int, Op, int | None]] = [
-        (float(index), -1, 0, replace(op, inplace=(*op.inplace, *over[op.name])), None)
-        for index, op in enumerate(problem.ops)
-    ]
-    usable, gone = list[int](), dict[int, frozenset[str]]()
-    for index, one in enumerate(problem.variants):
-        try:
-            left = take(problem, [one.name])
-        except InvalidProblem:
-            continue
-        usable.append(index)
-        gone[index] = frozenset(base.keys() - left.op_of.keys())
-        mine = {op.name for op in one.ops}
-        last = -1.0
-        for number, op in enumerate(left.ops):
-            if op.name in mine:
-                placed.append((last + 0.5, index, number, op, index))
-            else:
-                last = float(base[op.name])
-    placed.sort(key=lambda entry: entry[:3])
-    return AllVariants(
-        problem,
-        tuple(entry[3] for entry in placed),
-        tuple(entry[4] for entry in placed),
-        tuple(usable),
-        gone,
-    )

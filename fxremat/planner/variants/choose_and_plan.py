@@ -13,7 +13,7 @@ import itertools
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import inf
 
 from fxremat.core.constants import OUT_OF_REACH, ROUNDS
@@ -23,7 +23,7 @@ from fxremat.core.timeline import replay
 from fxremat.core.variants import run_once, take
 from fxremat.planner import constants
 from fxremat.planner.deadline import Deadline
-from fxremat.planner.indexed_problem import IndexedProblem, build_model
+from fxremat.planner.indexed_problem import IndexedProblem
 from fxremat.planner.local import greedy
 from fxremat.planner.local.stage_schedule import ExtraRun, StageSchedule
 from fxremat.planner.milp.moments import apart
@@ -31,7 +31,7 @@ from fxremat.planner.milp.relaxation import extra_runs_for
 from fxremat.planner.moves import offload
 from fxremat.planner.plans import rank
 from fxremat.planner.solvers import SolverOptions
-from fxremat.planner.variants.all_variants import AllVariants, combine
+from fxremat.planner.variants.all_variants import AllVariants
 from fxremat.planner.variants.choice_milp import ChoiceMilp
 
 Solve = Callable[[Problem], Plan]
@@ -54,8 +54,7 @@ def solve(
 
     The plan's steps are those of `take(problem, plan.variants)`, and so is what it proves.
     """
-    deadline = Deadline(options.time_limit_s)
-    search = _VariantSearch(problem, budget_bytes, options, deadline)
+    search = _VariantSearch(problem, budget_bytes, options)
     found = sorted(search.tried(), key=lambda one: rank(one.plan, budget_bytes))
     near = _best_few(found, budget_bytes)
     if search.lowest is not None and search.lowest not in near:
@@ -63,7 +62,7 @@ def solve(
     plans = [replace(solver(one.problem), variants=one.names) for one in near]
     plans += [replace(one.plan, variants=one.names) for one in near]
     best_plan = min(plans, key=lambda plan: rank(plan, budget_bytes))
-    return replace(best_plan, budget_bytes=budget_bytes, seconds=deadline.seconds())
+    return replace(best_plan, budget_bytes=budget_bytes, seconds=search.deadline.seconds())
 
 
 def _best_few(found: Sequence[TriedChoice], budget_bytes: int | None) -> list[TriedChoice]:
@@ -86,43 +85,40 @@ def _best_few(found: Sequence[TriedChoice], budget_bytes: int | None) -> list[Tr
     return alike + a_little_over[: constants.MOST_SOLVED]
 
 
-@dataclass
 class _VariantSearch:
-    problem: Problem
-    budget: int | None
-    options: SolverOptions
-    deadline: Deadline
-    tried_choices: dict[Names, TriedChoice] = field(default_factory=dict)
-    lowest: TriedChoice | None = None
-    """Where nothing fits: the newest choice, mostly that of the MILP with the most points.
+    def __init__(self, problem: Problem, budget: int | None, options: SolverOptions) -> None:
+        self.problem, self.budget, self.options = problem, budget, options
+        self.deadline = Deadline(options.time_limit_s)
+        self.combined, self.tried_choices = AllVariants(problem), dict[Names, TriedChoice]()
+        self.lowest: TriedChoice | None = None
+        """Where nothing fits: the newest choice, mostly that of the MILP with the most points.
 
-    A quick plan may miss by far what is the least of a long problem.
-    """
+        A quick plan may miss by far what is the least of a long problem.
+        """
 
     def tried(self) -> list[TriedChoice]:
         """All choices tried; the one that takes no variant is among them."""
-        combined = combine(self.problem)
         self._try(())
         if self.budget is None:
-            self._try(self._fastest(combined))
+            self._try(self._fastest())
             return list(self.tried_choices.values())
         alone = self.tried_choices[()]
         if alone.plan.time_us > self.problem.base_time_us or self._over(alone):
-            self._try_chosen(combined, self.budget)
-            once = combine(run_once(self.problem))  # variants first, then what has to run again
+            self._try_chosen(self.combined, self.budget)
+            once = AllVariants(run_once(self.problem))  # variants first, then what has to run again
             if not self._try_chosen(once, self.budget):
                 self._try_chosen(once, None)
         if self._over(self._leader()):
-            self._try_chosen(combined, None)
+            self._try_chosen(self.combined, None)
             self.lowest = list(self.tried_choices.values())[-1]
-        self._try(self._fastest(combined))
+        self._try(self._fastest())
         # Far from the budget, one variant more or less will not bring the best choice under it.
         lowest = self._leader().plan.peak_bytes
         if self.options.improved and lowest <= OUT_OF_REACH * (self.budget or inf):
-            self._improve(combined)
+            self._improve()
         return list(self.tried_choices.values())
 
-    def _improve(self, combined: AllVariants) -> None:
+    def _improve(self) -> None:
         """Take one variant more or less of the best choice, for as long as that makes it better.
 
         The MILP sees some program points of what may run again, and plans of its choices differ by
@@ -134,12 +130,12 @@ class _VariantSearch:
         while best is not before:
             before = best
             in_vain = Counter[tuple[object, ...]]()
-            for index in self._highest_first(combined, best):
+            for index in self._highest_first(best):
                 settled = self.problem.base_time_us * (1 + 2 * constants.GAP)
                 done = not self._over(best) and best.plan.time_us <= settled
                 if done or left <= 0 or not self.deadline.running():
                     return
-                names = self._toggled(combined, best.names, index)
+                names = self._toggled(best.names, index)
                 kind = self._kind(index, best.names)
                 if names in self.tried_choices or in_vain[kind] >= 2:
                     continue
@@ -167,13 +163,12 @@ class _VariantSearch:
     def _leader(self) -> TriedChoice:
         return min(self.tried_choices.values(), key=lambda one: rank(one.plan, self.budget))
 
-    def _toggled(self, combined: AllVariants, names: Names, index: int) -> Names:
+    def _toggled(self, names: Names, index: int) -> Names:
         """The choice with one variant less, or with one more and without what that excludes."""
-        taken = [i for i in combined.usable if self.problem.variants[i].name in names]
-        new = [i for i in taken if i != index] if index in taken else [index, *taken]
-        return self._names(combined, combined.compatible(new))
+        taken = [i for i in self.combined.usable if self.problem.variants[i].name in names]
+        return self._names([i for i in taken if i != index] if index in taken else [index, *taken])
 
-    def _highest_first(self, combined: AllVariants, one: TriedChoice) -> list[int]:
+    def _highest_first(self, one: TriedChoice) -> list[int]:
         """The variants by what is live where their ops run, or those that they do without."""
         steps = one.plan.steps
         live = dict[object, int]()
@@ -183,13 +178,13 @@ class _VariantSearch:
         def height(index: int) -> int:
             variant = self.problem.variants[index]
             ops = (
-                *combined.superseded[index],
+                *self.combined.superseded[index],
                 *(op.name for op in variant.ops),
                 *(c.op for c in variant.changes),
             )
             return max((live.get(op, 0) for op in ops), default=0)
 
-        return sorted(combined.usable, key=height, reverse=True)
+        return sorted(self.combined.usable, key=height, reverse=True)
 
     def _try_chosen(self, combined: AllVariants, budget: int | None) -> bool:
         """Try the MILP's choices, with more program points each time; whether there was a choice.
@@ -200,7 +195,7 @@ class _VariantSearch:
         of its choices does not fit, the MILP gets less, and more again once it does. It ends when
         more points have led to nothing better.
         """
-        points = self._highest(combined) | self._largest(combined, self.tried_choices[()])
+        points = self._highest() | self._largest(self.tried_choices[()])
         target, best, in_vain, found = budget, self._best(), 0, False
         for number in range(ROUNDS):
             choice = ChoiceMilp(combined, sorted(points), target)
@@ -218,9 +213,9 @@ class _VariantSearch:
                 break
             new = set[int]()
             if tried is not None:
-                new |= self._peak(combined, tried) | self._largest(combined, tried)
+                new |= self._peak(tried) | self._largest(tried)
             if tried is not None and budget is not None:
-                new |= self._worst(combined, tried, choice.held_at(solution))
+                new |= self._worst(tried, choice.held_at(solution))
             if number and budget is not None and target is not None:
                 less, more = target * constants.LESS, min(budget, target / constants.LESS)
                 target = int(less if self._over(tried) else more)
@@ -254,22 +249,23 @@ class _VariantSearch:
             return greedy.adapt(near, left, self.budget, self.options)
         return greedy.quick(left, self.budget, self.options)
 
-    def _fastest(self, combined: AllVariants) -> Names:
+    def _fastest(self) -> Names:
         """What saves time in any case."""
-        saving = [index for index in combined.usable if combined.added_us[index] < 0]
-        best = combined.compatible(sorted(saving, key=lambda index: combined.added_us[index]))
-        return self._names(combined, best)
+        added = self.combined.added_us
+        return self._names(sorted((i for i, us in added.items() if us < 0), key=added.__getitem__))
 
-    def _names(self, combined: AllVariants, indices: list[int]) -> Names:
-        return tuple(self.problem.variants[index].name for index in sorted(indices))
+    def _names(self, indices: list[int]) -> Names:
+        """The choice of those that can be taken with all the earlier ones."""
+        taken = self.combined.compatible(indices)
+        return tuple(self.problem.variants[index].name for index in sorted(taken))
 
-    def _highest(self, combined: AllVariants) -> set[int]:
+    def _highest(self) -> set[int]:
         """The highest stage without variants."""
-        left = build_model(self.tried_choices[()].problem)
+        left = IndexedProblem(self.tried_choices[()].problem)
         highest = StageSchedule(left).peak.argmax() if left.n else 0
-        return _stages(combined, left.problem.ops[highest:][:1])
+        return self._stages(left.problem.ops[highest:][:1])
 
-    def _largest(self, combined: AllVariants, tried: TriedChoice) -> set[int]:
+    def _largest(self, tried: TriedChoice) -> set[int]:
         """The stages whose ops hold most by what they read, write and need meanwhile.
 
         Under a budget, of those that are over it by themselves.
@@ -281,9 +277,9 @@ class _VariantSearch:
             return op.workspace_bytes + sum(sizes[name] for name in {*op.reads, *op.writes})
 
         largest = heapq.nlargest(constants.POINTS // 4, left.ops, key=own)
-        return _stages(combined, (op for op in largest if own(op) > room))
+        return self._stages(op for op in largest if own(op) > room)
 
-    def _peak(self, combined: AllVariants, tried: TriedChoice) -> set[int]:
+    def _peak(self, tried: TriedChoice) -> set[int]:
         """Where the plan of a choice is highest, of the stages that are over the budget.
 
         Of an op that runs again there, the stages before and after.
@@ -299,20 +295,21 @@ class _VariantSearch:
         for place in apart(over, len(live)):
             found.update(first[bisect_right(first, place) - 1 :][:1])
             found.update(first[bisect_left(first, place) :][:1])
-        return _stages(
-            combined, (left.op_of[step] for i in found if isinstance(step := steps[i], str))
-        )
+        return self._stages(left.op_of[step] for i in found if isinstance(step := steps[i], str))
 
-    def _worst(
-        self, combined: AllVariants, tried: TriedChoice, held: dict[int, set[str]]
-    ) -> set[int]:
+    def _worst(self, tried: TriedChoice, held: dict[int, set[str]]) -> set[int]:
         """The highest stages of the schedule that holds this, away from each other."""
-        model = build_model(tried.problem)
-        state = StageSchedule(model, runs_that_hold(model, combined, held))
+        model = IndexedProblem(tried.problem)
+        state = StageSchedule(model, runs_that_hold(model, self.combined, held))
         highest = [int(stage) for stage in (-state.peak).argsort(kind="stable") if stage < model.n]
         over = (stage for stage in highest if state.peak[stage] > (self.budget or 0))
         found = apart(itertools.chain(highest[:1], over), model.n)
-        return _stages(combined, map(tried.problem.ops.__getitem__, found))
+        return self._stages(map(tried.problem.ops.__getitem__, found))
+
+    def _stages(self, ops: Iterable[Op]) -> set[int]:
+        """Their places; an op of a variant that is not needed with that alone has none."""
+        places = self.combined.stage_of
+        return {places[op.name] for op in ops if op.name in places}
 
 
 def runs_that_hold(
@@ -327,8 +324,3 @@ def runs_that_hold(
         if combined.ops[stage].name in place
     }
     return extra_runs_for(left, outlives)
-
-
-def _stages(combined: AllVariants, ops: Iterable[Op]) -> set[int]:
-    """Their places; an op of a variant that is not needed where that is taken alone has none."""
-    return {combined.stage_of[op.name] for op in ops if op.name in combined.stage_of}
