@@ -8,9 +8,11 @@ order in which graphs have run (`fxremat.step.scope`), or by repeating one graph
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from fxremat.compile import session
 from fxremat.compile.constants import DRY_RUNS
 from fxremat.compile.request import Budget, Request
 from fxremat.core.events import Outside, RunEvents
@@ -34,7 +36,7 @@ from fxremat.memory.reserved_bytes import Reserved, order_of, reserved_by_step
 from fxremat.planner import step_versions as planner
 from fxremat.sizes import format_bytes
 from fxremat.step.promise import MadeVersions
-from fxremat.step.versions import Offer, Part, Planner, followed_by
+from fxremat.step.versions import KnownVersions, Offer, Part, Planner, followed_by
 
 
 @dataclass
@@ -66,6 +68,11 @@ class StepDescription:
     """By the versions of all runs."""
     layouts_of: dict[tuple[int, int], StepLayout] = field(default_factory=dict)
     """Of each part, by that and the identity of the layout of all."""
+
+    @property
+    def digest(self) -> str:
+        """Names what the step is, but for the versions of its parts."""
+        return session.digest(self.points, self.part_of, self.place_of)
 
     def reserved(
         self, chosen: Sequence[int], settings: AllocatorSettings | None
@@ -306,6 +313,22 @@ class StepDescription:
                 return found
             aim -= found.nbytes - budget_bytes
             self.offer(part, offered)
+        self.offer(part, offered)
+        return None
+
+    def as_before(
+        self, part: int, known: KnownVersions, budget_bytes: int, make: Make
+    ) -> MadeVersions | None:
+        """The versions that a part had when the program ran before; None where they do not fit."""
+        offered, at = self.parts[part].offers, dict(zip(known.places, known.of_run, strict=True))
+        least = min(known.of_run, key=lambda k: known.offers[k].version.saved_bytes)
+        taken = {run: at.get(self.place_of[run], least) for run in self.runs_of(part)}
+        self.offer(part, known.offers)
+        lowest = planner.lowest(self.step())
+        with suppress(InfeasibleBudget):
+            found = make(tuple(taken.get(run, k) for run, k in enumerate(lowest)))
+            if found.nbytes <= budget_bytes:
+                return found
         self.offer(part, offered)
         return None
 

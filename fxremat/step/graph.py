@@ -423,6 +423,7 @@ class SharingGraph(Protocol):
 
     role: Role
     taken: Taken
+    as_before: str
 
     @property
     def place(self) -> Place: ...

@@ -40,7 +40,14 @@ from fxremat.step.description import LeastVersions, StepDescription, lowest_ways
 from fxremat.step.graph import CompiledVersion, Graph, NoBackward, Place, Role, Taken
 from fxremat.step.promise import MadeVersions, Observed, Promise, RunVersions, Tensors
 from fxremat.step.sent_gradients import SentGradients
-from fxremat.step.versions import Offer, Part, version_in, version_refused, with_compiled
+from fxremat.step.versions import (
+    KnownVersions,
+    Offer,
+    Part,
+    version_in,
+    version_refused,
+    with_compiled,
+)
 
 log = logging.getLogger(__name__)
 TOO_MUCH = "fxremat: this step takes %s too much: the next one is planned anew"
@@ -70,6 +77,8 @@ class GraphInStep:
     placed: StepDescription | None = None
     one_run: RunEvents | None = None
     one_layout: StepLayout | None = None
+    as_before: str = ""
+    """The step that it began as a part of, as that was when the program ran before."""
 
     def compiled(self) -> RunVersions | None:
         """The versions for the first runs; None where no run will wait, or nothing is planned.
@@ -88,6 +97,18 @@ class GraphInStep:
                 self.where.scope.due |= self.goes_on
                 return found
         return self._alone()
+
+    @property
+    def _known_before(self) -> KnownVersions | None:
+        """What it took as a part of its step when the program ran before; None where it is alone.
+
+        As long as the step is not known, it is expected to be what it was then.
+        """
+        before = {one.as_before for one in self.where.neighbours.graphs}
+        if not (self.role.described or self.where.follow or before):
+            return None
+        known = KnownVersions.recalled(self.observed.signature, self.request)
+        return known if known and (self.role.described or before <= {known.step}) else None
 
     @property
     def runs_at_once(self) -> int:
@@ -275,7 +296,7 @@ class GraphInStep:
         missing, told = 0, len(session.STATE.reports)
         request = self.request.with_budget(between=self.observed.between)
         try:
-            version = self.graph.compile(request)
+            request, version = self._alone_as_before() or (request, self.graph.compile(request))
         except InfeasibleBudget as refused:
             if refused.minimum_bytes is None or not self.where.neighbours.graphs:
                 raise
@@ -302,6 +323,18 @@ class GraphInStep:
         self.taken.saved_bytes, self.taken.own_peak_bytes = report.saved_bytes, own
         found = RunVersions((promised,), (0,), own, request.budget.held - late + own)
         return self._note_peak(told, found)
+
+    def _alone_as_before(self) -> tuple[Request, CompiledVersion] | None:
+        """What it was when the program ran before, where all that waits is as it was then."""
+        known = self._known_before
+        if known is None or len(known.of_run) > 1:
+            return None
+        with suppress(InfeasibleBudget):
+            request = known.offers[0].asked(self.request, whole=self._knows_whole)
+            found = self.graph.compile(request)
+            self.as_before = known.step
+            return request, found
+        return None
 
     def _least_of_all(self, refused: InfeasibleBudget) -> tuple[int, int]:
         """The least budget for this graph and those that wait, and one that is surely enough."""
@@ -362,6 +395,12 @@ class GraphInStep:
         aim = budget = self.request.budget.for_step
         described.know_others(self.role.index, budget)
         make, index = partial(self._made, described), self.role.index
+        known = self._known_before
+        if known is not None and self.role.described is not None:
+            known = known if known.step == described.digest else None
+        if known and (found := described.as_before(index, known, budget, make)) is not None:
+            self.as_before = known.step
+            return self._settled(described, found)
         in_order = self.where.context.pipeline is None  # its halves run in either order
         if in_order and not self.saves_least and (found := described.filled(index, budget, make)):
             return self._settled(described, found)
@@ -434,6 +473,10 @@ class GraphInStep:
         late = self.where.context.late if self.role.described is None else 0
         at_place = described.settle(self.role.index, of_run)
         self.placed = described
+        if self.role.described is not None:
+            places = tuple(described.place_of[run] for run in described.runs_of(self.role.index))
+            known = KnownVersions(described.digest, kept, of_run, places)
+            known.keep(self.observed.signature, self.request)
         part, alone = described.parts[self.role.index], self.role.described is None
         parts = tuple(replace(part, offers=(kept[k],)) for k in at_place if alone)
         own = self.taken.own_peak_bytes = peak - self.request.budget.held
