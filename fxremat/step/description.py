@@ -317,9 +317,12 @@ class StepDescription:
         return None
 
     def as_before(
-        self, part: int, known: KnownVersions, budget_bytes: int, make: Make
+        self, part: int, known: KnownVersions, most_bytes: int | None, make: Make
     ) -> MadeVersions | None:
-        """The versions that a part had when the program ran before; None where they do not fit."""
+        """The versions that a part had when the program ran before.
+
+        None where they are refused, or the step takes more than ``most_bytes`` with them.
+        """
         offered, at = self.parts[part].offers, dict(zip(known.places, known.of_run, strict=True))
         least = min(known.of_run, key=lambda k: known.offers[k].version.saved_bytes)
         taken = {run: at.get(self.place_of[run], least) for run in self.runs_of(part)}
@@ -327,7 +330,7 @@ class StepDescription:
         lowest = planner.lowest(self.step())
         with suppress(InfeasibleBudget):
             found = make(tuple(taken.get(run, k) for run, k in enumerate(lowest)))
-            if found.nbytes <= budget_bytes:
+            if most_bytes is None or found.nbytes <= most_bytes:
                 return found
         self.offer(part, offered)
         return None

@@ -17,7 +17,13 @@ from torch import fx
 
 from fxremat.compat.compilers import compile_with_aot_eager
 from fxremat.compat.configuration import cache_directory, caches_disabled
-from fxremat.compat.dynamo import calling_modules, inline_regions, more_follow, unwrapped
+from fxremat.compat.dynamo import (
+    calling_modules,
+    copy_as_given,
+    inline_regions,
+    more_follow,
+    unwrapped,
+)
 from fxremat.compat.joint_graph import copy_module
 from fxremat.compat.ranks import is_a_rank
 from fxremat.compat.sizes import size_bound, with_settled_sizes
@@ -105,7 +111,6 @@ Joint = tuple[fx.GraphModule, Any, Mapping[str, Any]]
 class Graph:
     """A graph that Dynamo gave us, and how it is to be compiled; ``ranks`` run it together."""
 
-    gm: fx.GraphModule | None
     kept: fx.GraphModule
     inputs: Sequence[Any]
     options: Options
@@ -196,15 +201,21 @@ class Graph:
 
     def forget_inputs(self) -> None:
         """Keep no tensor alive: what compiles the graph again is given their sizes alone."""
-        values = (
-            n.meta.get("example_value") for n in self.kept.graph.nodes if n.op == "placeholder"
-        )
-        self.inputs = [with_settled_sizes(value) for value in values]
+        self.inputs = self._inputs_without_memory()
+
+    def _inputs_without_memory(self) -> list[Any]:
+        """Its inputs as Dynamo knows them; those that it does not know as they are.
+
+        Whenever the graph is compiled it is given these, so that torch's caches answer.
+        """
+        placeholders = self.kept.graph.find_nodes(op="placeholder")
+        known = (node.meta.get("example_value") for node in placeholders)
+        pairs = zip(known, self.inputs, strict=True)
+        return [given if value is None else with_settled_sizes(value) for value, given in pairs]
 
     def fresh(self) -> fx.GraphModule:
         """The graph as Dynamo gave it: what compiles it may change it."""
-        gm, self.gm = self.gm, None
-        return detach_results(copy_module(self.kept) if gm is None else gm, self.unsent)
+        return detach_results(copy_as_given(self.kept), self.unsent)
 
     def _is_sent(self) -> None:
         if self.unsent and not self.gradients.late:
@@ -213,7 +224,7 @@ class Graph:
 
     def _compile_all(self) -> Callable[..., Any]:
         """The whole graph, with the gradients that were left out: one was sent, unexpectedly."""
-        whole = replace(self, gm=None, joint=None, gradients=SentGradients(), written=(), ranks=())
+        whole = replace(self, joint=None, gradients=SentGradients(), written=(), ranks=())
         unlimited = replace(self.options, memory_budget=None)
         return whole.compile(request_for(self.inputs, unlimited)).call
 
@@ -243,7 +254,9 @@ class Graph:
         current = session.begin()
         patches = patches_with_partitioner(self.options, partitioner, self.mode, self.inputs)
         with reporting(self.options, current):
-            compiled = compile_graph(gm, self.inputs, self.options, partitioner, patches)
+            compiled = compile_graph(
+                gm, self._inputs_without_memory(), self.options, partitioner, patches
+            )
             if current.report is not None:
                 session.store(key, current.report)
             else:
@@ -355,9 +368,7 @@ class Graph:
         self, gm: fx.GraphModule, inputs: Sequence[Any], request: Request, count: int
     ) -> Part:
         """The same of another graph, with the options of this one."""
-        other = replace(
-            self, gm=None, kept=gm, inputs=inputs, gradients=SentGradients(), written=()
-        )
+        other = replace(self, kept=gm, inputs=inputs, gradients=SentGradients(), written=())
         return other.as_part(request, count)
 
     def _trace(self, partitioner: Partitioner, partition: Callable[..., Any]) -> Callable[..., Any]:
@@ -382,7 +393,7 @@ def plan_only(
     total = total_bytes(device_of_inputs(inputs))
     parsed = parse_options(options, device_total_bytes=total)
     goes_on, gm = more_follow(gm), inline_regions(gm)
-    graph = Graph(None, gm, inputs, parsed, None, goes_on=goes_on, study=study)
+    graph = Graph(gm, inputs, parsed, None, goes_on=goes_on, study=study)
     graph.leave_out_unsent()
     return graph.explain()
 

@@ -114,7 +114,7 @@ def _asked(
     study: session.Study | None,
 ) -> Iterable[_Asked]:
     for gm, inputs in graphs:
-        graph = Graph(None, gm, inputs, options, None, study=study)
+        graph = Graph(gm, inputs, options, None, study=study)
         own = for_inputs(request, inputs)
         try:
             yield _Asked(graph, own, graph.as_part(own, 1))

@@ -393,14 +393,15 @@ class GraphInStep:
         described.see_between(self.observed.between)
         choose = planner.saving_least if self.saves_least else planner.fastest
         aim = budget = self.request.budget.for_step
-        described.know_others(self.role.index, budget)
         make, index = partial(self._made, described), self.role.index
         known = self._known_before
         if known is not None and self.role.described is not None:
             known = known if known.step == described.digest else None
-        if known and (found := described.as_before(index, known, budget, make)) is not None:
+        most = None if self.saves_least else budget
+        if known and (found := described.as_before(index, known, most, make)) is not None:
             self.as_before = known.step
             return self._settled(described, found)
+        described.know_others(index, budget)
         in_order = self.where.context.pipeline is None  # its halves run in either order
         if in_order and not self.saves_least and (found := described.filled(index, budget, make)):
             return self._settled(described, found)
