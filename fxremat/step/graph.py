@@ -26,7 +26,7 @@ from fxremat.compat.dynamo import (
 )
 from fxremat.compat.joint_graph import copy_module
 from fxremat.compat.ranks import is_a_rank
-from fxremat.compat.sizes import size_bound, with_settled_sizes
+from fxremat.compat.sizes import is_settled, size_bound, with_settled_sizes
 from fxremat.compile import session
 from fxremat.compile.draft import Draft
 from fxremat.compile.driver import (
@@ -204,10 +204,7 @@ class Graph:
         self.inputs = self._inputs_without_memory()
 
     def _inputs_without_memory(self) -> list[Any]:
-        """Its inputs as Dynamo knows them; those that it does not know as they are.
-
-        Whenever the graph is compiled it is given these, so that torch's caches answer.
-        """
+        """Its inputs as Dynamo knows them; those that it does not know as they are."""
         placeholders = self.kept.graph.find_nodes(op="placeholder")
         known = (node.meta.get("example_value") for node in placeholders)
         pairs = zip(known, self.inputs, strict=True)
@@ -251,12 +248,12 @@ class Graph:
     def _compiled(self, request: Request) -> CompiledVersion:
         gm, partitioner = self.fresh(), Partitioner(request, build())
         key = report_key(gm, self.inputs, partitioner)
-        current = session.begin()
+        current, inputs = session.begin(), self._inputs_without_memory()
+        if not all(map(is_settled, inputs)):  # else caches answer whenever it is compiled
+            inputs = [*self.inputs]
         patches = patches_with_partitioner(self.options, partitioner, self.mode, self.inputs)
         with reporting(self.options, current):
-            compiled = compile_graph(
-                gm, self._inputs_without_memory(), self.options, partitioner, patches
-            )
+            compiled = compile_graph(gm, inputs, self.options, partitioner, patches)
             if current.report is not None:
                 session.store(key, current.report)
             else:
