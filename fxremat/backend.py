@@ -21,6 +21,7 @@ from fxremat.compat.configuration import inductor_patches
 from fxremat.compat.dynamo import (
     calling_modules,
     checkpointed_regions,
+    copy_as_given,
     current_compilation,
     inline_regions,
     modules_compiled_by,
@@ -30,7 +31,6 @@ from fxremat.compat.dynamo import (
     unwrapped,
 )
 from fxremat.compat.inductor.lowered_ahead import forget_lowered
-from fxremat.compat.joint_graph import copy_module
 from fxremat.compat.optimizers import note_optimizers
 from fxremat.compat.ranks import is_a_rank, ranks_together
 from fxremat.compat.tensors import places_in_joint
@@ -97,7 +97,7 @@ def fxremat(
         raise UnsupportedDevice(str(device))
     goes_on, gm = more_follow(gm), inline_regions(gm)
     ranks = ranks_together(gm, example_inputs)
-    graph = Graph(gm, copy_module(gm), example_inputs, parsed, mode, ranks, goes_on)
+    graph = Graph(copy_as_given(gm), example_inputs, parsed, mode, ranks, goes_on)
     graph.leave_out_unsent()
     calling = list(map(unwrapped, calling_modules()))
     _REFUSED.difference_update(calling)

@@ -72,6 +72,14 @@ def sizes_at(values: Mapping[Any, int]) -> Iterator[None]:
         _AT.reset(token)
 
 
+def is_settled(value: Any) -> bool:
+    """Whether an input is a tensor of known sizes, and no number that Dynamo made a tensor of."""
+    number = isinstance(value, torch.Tensor) and not value.dim()
+    if not isinstance(value, torch.Tensor) or (number and not value.requires_grad):
+        return False
+    return all(isinstance(size, int) for size in (*value.shape, *value.stride()))
+
+
 def with_settled_sizes(value: Any) -> Any:
     """A tensor without memory in which symbols that came to stand for one number are that number.
 

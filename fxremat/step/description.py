@@ -8,10 +8,12 @@ order in which graphs have run (`fxremat.step.scope`), or by repeating one graph
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import attrgetter
 
+from fxremat.compile import session
 from fxremat.compile.constants import DRY_RUNS
 from fxremat.compile.request import Budget, Request
 from fxremat.core.events import Outside, RunEvents
@@ -34,7 +36,7 @@ from fxremat.memory.reserved_bytes import Reserved, order_of, reserved_by_step
 from fxremat.planner import step_versions as planner
 from fxremat.sizes import format_bytes
 from fxremat.step.promise import MadeVersions
-from fxremat.step.versions import Offer, Part, Planner, followed_by
+from fxremat.step.versions import KnownVersions, Offer, Part, Planner, followed_by
 
 
 @dataclass
@@ -64,6 +66,11 @@ class StepDescription:
     """Whether the points have what was seen between the halves."""
     layouts: dict[tuple[int, ...], list[StepLayout]] = field(default_factory=dict)
     """Of all parts, by the versions of all runs."""
+
+    @property
+    def digest(self) -> str:
+        """Names what the step is, but for the versions of its parts."""
+        return session.digest(self.points, self.part_of, self.place_of)
 
     def reserved(
         self, chosen: Sequence[int], settings: AllocatorSettings | None
@@ -300,6 +307,30 @@ class StepDescription:
                 return found
             aim -= found.nbytes - budget_bytes
             self.offer(part, offered)
+        self.offer(part, offered)
+        return None
+
+    def known(self, part: int, of_run: tuple[int, ...]) -> KnownVersions:
+        """What is kept of the runs of a part for later runs of the program."""
+        places = tuple(self.place_of[run] for run in self.runs_of(part))
+        return KnownVersions(self.digest, self.parts[part].offers, of_run, places)
+
+    def as_before(
+        self, part: int, known: KnownVersions, most_bytes: int | None, make: Make
+    ) -> MadeVersions | None:
+        """The versions that a part had when the program ran before.
+
+        None where they are refused, or the step takes more than ``most_bytes`` with them.
+        """
+        offered, at = self.parts[part].offers, dict(zip(known.places, known.of_run, strict=True))
+        least = min(known.of_run, key=lambda k: known.offers[k].version.saved_bytes)
+        taken = {run: at.get(self.place_of[run], least) for run in self.runs_of(part)}
+        self.offer(part, known.offers)
+        lowest = planner.lowest(self.step())
+        with suppress(InfeasibleBudget):
+            found = make(tuple(taken.get(run, k) for run, k in enumerate(lowest)))
+            if most_bytes is None or found.nbytes <= most_bytes:
+                return found
         self.offer(part, offered)
         return None
 

@@ -16,10 +16,16 @@ from torch import fx
 
 from fxremat.compat.compilers import compile_with_aot_eager
 from fxremat.compat.configuration import cache_directory, caches_disabled
-from fxremat.compat.dynamo import calling_modules, inline_regions, more_follow, unwrapped
+from fxremat.compat.dynamo import (
+    calling_modules,
+    copy_as_given,
+    inline_regions,
+    more_follow,
+    unwrapped,
+)
 from fxremat.compat.joint_graph import copy_module
 from fxremat.compat.ranks import is_a_rank
-from fxremat.compat.sizes import size_bound, with_settled_sizes
+from fxremat.compat.sizes import is_settled, size_bound, with_settled_sizes
 from fxremat.compile import session
 from fxremat.compile.draft import Draft
 from fxremat.compile.driver import (
@@ -102,7 +108,6 @@ Joint = tuple[fx.GraphModule, Any, Mapping[str, Any]]
 class Graph:
     """A graph that Dynamo gave us, and how it is to be compiled; ``ranks`` run it together."""
 
-    gm: fx.GraphModule | None
     kept: fx.GraphModule
     inputs: Sequence[Any]
     options: Options
@@ -186,15 +191,18 @@ class Graph:
 
     def forget_inputs(self) -> None:
         """Keep no tensor alive: what compiles the graph again is given their sizes alone."""
-        values = (
-            n.meta.get("example_value") for n in self.kept.graph.nodes if n.op == "placeholder"
-        )
-        self.inputs = [with_settled_sizes(value) for value in values]
+        self.inputs = self._inputs_without_memory()
+
+    def _inputs_without_memory(self) -> list[Any]:
+        """Its inputs as Dynamo knows them; those that it does not know as they are."""
+        placeholders = self.kept.graph.find_nodes(op="placeholder")
+        known = (node.meta.get("example_value") for node in placeholders)
+        pairs = zip(known, self.inputs, strict=True)
+        return [given if value is None else with_settled_sizes(value) for value, given in pairs]
 
     def fresh(self) -> fx.GraphModule:
         """The graph as Dynamo gave it: what compiles it may change it."""
-        gm, self.gm = self.gm, None
-        return detach_results(copy_module(self.kept) if gm is None else gm, self.unsent)
+        return detach_results(copy_as_given(self.kept), self.unsent)
 
     def _is_sent(self) -> None:
         if self.unsent and not self.gradients.late:
@@ -203,7 +211,7 @@ class Graph:
 
     def _compile_all(self) -> Callable[..., Any]:
         """The whole graph, with the gradients that were left out: one was sent, unexpectedly."""
-        whole = replace(self, gm=None, joint=None, gradients=SentGradients(), written=(), ranks=())
+        whole = replace(self, joint=None, gradients=SentGradients(), written=(), ranks=())
         unlimited = replace(self.options, memory_budget=None)
         return whole.compile(request_for(self.inputs, unlimited)).call
 
@@ -228,11 +236,13 @@ class Graph:
         return "\n".join([self.kept.code, *map(str, session.sizes_of(self.inputs))])
 
     def _compiled(self, request: Request) -> CompiledVersion:
-        gm, current = self.fresh(), session.begin()
+        gm, current, inputs = self.fresh(), session.begin(), self._inputs_without_memory()
         key = report_key(gm, self.inputs, request)
+        if not all(map(is_settled, inputs)):  # else caches answer whenever it is compiled
+            inputs = [*self.inputs]
         patches = patches_for(self.options, request, self.mode, self.inputs)
         with reporting(self.options, current):
-            compiled = compile_graph(gm, self.inputs, request, patches)
+            compiled = compile_graph(gm, inputs, request, patches)
             if current.report is not None:
                 session.store(key, current.report)
             else:
@@ -336,9 +346,7 @@ class Graph:
         self, gm: fx.GraphModule, inputs: Sequence[Any], request: Request, count: int
     ) -> Part:
         """The same of another graph, with the options of this one."""
-        other = replace(
-            self, gm=None, kept=gm, inputs=inputs, gradients=SentGradients(), written=()
-        )
+        other = replace(self, kept=gm, inputs=inputs, gradients=SentGradients(), written=())
         return other.as_part(request, count)
 
     def _trace(self, request: Request, partition: Callable[..., Any]) -> Callable[..., Any]:
@@ -357,7 +365,7 @@ def plan_only(
     total = total_bytes(device_of_inputs(inputs))
     parsed = parse_options(options, device_total_bytes=total)
     goes_on, gm = more_follow(gm), inline_regions(gm)
-    graph = Graph(None, gm, inputs, parsed, None, goes_on=goes_on)
+    graph = Graph(gm, inputs, parsed, None, goes_on=goes_on)
     graph.leave_out_unsent()
     return graph.explain()
 

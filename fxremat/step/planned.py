@@ -66,7 +66,7 @@ def plan_in_order(
     request = request.with_inputs(gradients_stay=gradients_stay)
     asked = list[_Asked]()
     for gm, inputs in graphs:
-        graph, own = Graph(None, gm, inputs, options, None), for_inputs(request, inputs)
+        graph, own = Graph(gm, inputs, options, None), for_inputs(request, inputs)
         with suppress(NoBackward):
             asked.append(_Asked(graph, own, graph.as_part(own, 1)))
     if not asked:

@@ -175,7 +175,7 @@ class StepRecorder:
         """The backend: notes the graph, and gives what stands in for it."""
         signatures = [one.signature for one in self.graphs]
         if (signature := session.signature(gm, inputs)) not in signatures:
-            graph = Graph(None, copy_module(gm), inputs, self.options, None)
+            graph = Graph(copy_module(gm), inputs, self.options, None)
             self.graphs.append(RecordedGraph(graph, signature, current_compilation()[0]))
             signatures.append(signature)
         index = signatures.index(signature)

@@ -39,7 +39,14 @@ from fxremat.step.context import Surroundings, first_description
 from fxremat.step.description import LeastVersions, StepDescription, lowest_ways, summary
 from fxremat.step.graph import CompiledVersion, Graph, NoBackward, Role, Taken
 from fxremat.step.promise import MadeVersions, Observed, Promise, RunVersions
-from fxremat.step.versions import Offer, Part, version_in, version_refused, with_compiled
+from fxremat.step.versions import (
+    KnownVersions,
+    Offer,
+    Part,
+    version_in,
+    version_refused,
+    with_compiled,
+)
 
 log = logging.getLogger(__name__)
 TOO_MUCH = "fxremat: this step takes %s too much: the next one is planned anew"
@@ -69,6 +76,8 @@ class GraphInStep:
     placed: StepDescription | None = None
     one_run: RunEvents | None = None
     one_layout: StepLayout | None = None
+    as_before: str = ""
+    """The step that it began as a part of, as that was when the program ran before."""
 
     def compiled(self) -> RunVersions | None:
         """The versions for the first runs; None where no run will wait, or nothing is planned.
@@ -87,6 +96,19 @@ class GraphInStep:
                 self.where.scope.due |= self.goes_on
                 return found
         return self._alone()
+
+    @property
+    def _known_before(self) -> KnownVersions | None:
+        """What it took as a part of its step when the program ran before; None where it is alone.
+
+        As long as the step is not known, it is expected to be what it was then.
+        """
+        described, before = self.role.described, self.where.neighbours.graphs
+        if not (described or before or self.where.follow):
+            return None
+        known = KnownVersions.recalled(self.observed.signature, self.request)
+        steps = {described.digest} if described else {one.as_before for one in before}
+        return known if known and steps <= {known.step} else None
 
     @property
     def runs_at_once(self) -> int:
@@ -245,7 +267,7 @@ class GraphInStep:
         missing, told = 0, len(session.STATE.reports)
         request = self.request.with_budget(between=self.observed.between)
         try:
-            version = self.graph.compile(request)
+            request, version = self._alone_as_before() or (request, self.graph.compile(request))
         except InfeasibleBudget as refused:
             if refused.minimum_bytes is None or not self.where.neighbours.graphs:
                 raise
@@ -272,6 +294,18 @@ class GraphInStep:
         self.taken.saved_bytes, self.taken.own_peak_bytes = report.saved_bytes, own
         found = RunVersions((promised,), (0,), request.budget.held - late + own)
         return self._note_peak(told, found)
+
+    def _alone_as_before(self) -> tuple[Request, CompiledVersion] | None:
+        """What it was when the program ran before, where all that waits is as it was then."""
+        known = self._known_before
+        if known is None or len(known.of_run) > 1:
+            return None
+        with suppress(InfeasibleBudget):
+            request = known.offers[0].asked(self.request, whole=self._knows_whole)
+            found = self.graph.compile(request)
+            self.as_before = known.step
+            return request, found
+        return None
 
     def _least_of_all(self, refused: InfeasibleBudget) -> tuple[int, int]:
         """The least budget for this graph and those that wait, and one that is surely enough."""
@@ -331,8 +365,12 @@ class GraphInStep:
         described.see_between(self.observed.between)
         choose = planner.saving_least if self.saves_least else planner.fastest
         aim = budget = self.request.budget.for_step
-        described.know_others(self.role.index, budget)
         make, index = partial(self._made, described), self.role.index
+        known, most = self._known_before, None if self.saves_least else budget
+        if known and (found := described.as_before(index, known, most, make)) is not None:
+            self.as_before = known.step
+            return self._settled(described, found)
+        described.know_others(index, budget)
         in_order = self.where.context.pipeline is None  # its halves run in either order
         if in_order and not self.saves_least and (found := described.filled(index, budget, make)):
             return self._settled(described, found)
@@ -405,6 +443,9 @@ class GraphInStep:
         late = self.where.context.late if self.role.described is None else 0
         at_place = described.settle(self.role.index, of_run)
         self.placed = described
+        if self.role.described is not None:
+            known = described.known(self.role.index, of_run)
+            known.keep(self.observed.signature, self.request)
         part, alone = described.parts[self.role.index], self.role.described is None
         parts = tuple(replace(part, offers=(kept[k],)) for k in at_place if alone)
         self.taken.own_peak_bytes = peak - self.request.budget.held

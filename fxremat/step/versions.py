@@ -9,27 +9,31 @@ a limit of the first kind where the rest is held in between (`Budget.between`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import astuple, dataclass, replace
 from typing import Any
 
+from fxremat.compat.configuration import cache_directory, caches_disabled
+from fxremat.compat.ranks import is_a_rank
 from fxremat.compile import session
 from fxremat.compile.constants import UNIT_BALANCES, UNIT_SAVED
 from fxremat.compile.cost_model import cost_model, with_between
 from fxremat.compile.draft import Draft
 from fxremat.compile.pipeline import PREPARE, Runner
 from fxremat.compile.ranks import graph_digest, shared_answer
-from fxremat.compile.request import Request
+from fxremat.compile.request import Budget, Request
 from fxremat.compile.run_figures import interface_of, planned_run
 from fxremat.compile.search.planning import LOCAL_SEARCH, ONE_PASS, Planning
 from fxremat.compile.search.variant_sets import GraphInVariants
 from fxremat.compile.stage_times import StageTimes
 from fxremat.core.constants import MEASURABLE
 from fxremat.core.events import RunEvents
-from fxremat.core.json_data import from_data, to_data
+from fxremat.core.json_data import InvalidData, from_data, to_data
 from fxremat.core.plan import Plan
 from fxremat.core.schedule import store_all
 from fxremat.core.step import Interface, Version
 from fxremat.core.timeline import replay
+from fxremat.disk_cache import Answers, Question
 from fxremat.errors import InfeasibleBudget, forget_frames
 from fxremat.passes.memory_estimation import TANGENTS
 from fxremat.report.report import Report
@@ -145,6 +149,46 @@ class Part:
             return self
         left = min(self.interface.left, left_bytes)
         return replace(self, interface=replace(self.interface, left=left))
+
+
+@dataclass(frozen=True)
+class KnownVersions:
+    """The offers that runs of a graph took in a step that was planned as one, and which run which.
+
+    The runs are told by their ``places``. They are kept on disk, so that later runs of a program
+    begin with them. ``step`` is a digest of what the step was.
+    """
+
+    step: str
+    offers: tuple[Offer, ...]
+    of_run: tuple[int, ...]
+    places: tuple[int, ...]
+
+    @classmethod
+    def recalled(cls, signature: str, request: Request) -> KnownVersions | None:
+        """Those of the graph of this name; None where none are known that fit the request."""
+        with suppress(InvalidData):
+            return from_data(cls, _kept().read(_question(signature, request)))
+        return None
+
+    def keep(self, signature: str, request: Request) -> None:
+        """Write them for later runs."""
+        _kept().keep(_question(signature, request), to_data(self))
+
+
+def _kept() -> Answers:
+    return Answers(cache_directory() / "steps")
+
+
+def _question(signature: str, request: Request) -> Question | None:
+    """What versions depend on, but for what is held beside them, which is part of the offers.
+
+    Ranks may have kept different answers, and have to begin with the same.
+    """
+    if not signature or is_a_rank() or caches_disabled():
+        return None
+    asked = replace(request, budget=Budget(limit=request.budget.limit))
+    return {"graph": signature, "request": repr(asked)}
 
 
 def with_compiled(part: Part, compiled: Mapping[Request, Any], request: Request) -> Part:

@@ -1,0 +1,101 @@
+"""A step that was planned as one is known when the program runs again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from fxremat.compat.configuration import cache_directory
+from fxremat.compile.request import Request
+from fxremat.step.graph import CompiledVersion, Graph
+from fxremat.step.versions import KnownVersions
+from tests.test_step_planned import Case, TwoBreaks, blocks, eager_between, two_breaks
+
+pytestmark = [
+    pytest.mark.usefixtures("fresh"),
+    pytest.mark.filterwarnings("ignore::fxremat.PromiseBroken", "ignore::fxremat.BudgetExceeded"),
+]
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
+    """What was asked of each graph that is compiled."""
+    asked, real = list[Request](), Graph._compiled
+
+    def counted(graph: Graph, request: Request) -> CompiledVersion:
+        asked.append(request)
+        return real(graph, request)
+
+    monkeypatch.setattr(Graph, "_compiled", counted)
+    return asked
+
+
+class Longer(TwoBreaks):
+    """The first graph is that of `TwoBreaks`, and more follows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = blocks(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x)
+        torch._dynamo.graph_break()
+        x = self.blocks[2](self.blocks[1](x))
+        torch._dynamo.graph_break()
+        loss: Tensor = self.more(self.blocks[3](x)).square().mean()
+        return loss
+
+
+@pytest.mark.parametrize(("make", "graphs"), [(two_breaks, 3), (eager_between, 3)])
+def test_later_runs_begin_with_the_plan_of_the_whole_step(
+    make: Callable[[], Case], graphs: int, compiled: list[Request]
+) -> None:
+    """No graph is compiled a second time, and each takes what it took in the run before."""
+    case = make()
+    budget = case.budget(80)
+    compiled.clear()
+    before = case.kept(budget)
+    asked = list(compiled)
+    compiled.clear()
+    assert case.kept(budget) == before
+    assert len(compiled) == graphs < len(asked)
+    assert set(compiled) <= set(asked)
+
+
+def test_a_step_that_goes_on_otherwise_than_before_is_planned_anew(compiled: list[Request]) -> None:
+    """Its first graph is that of another program, and takes what that took until all is known."""
+    longer, case = two_breaks(Longer), two_breaks()
+    budget = longer.budget(70)
+    case.kept(budget)
+    compiled.clear()
+    longer.kept(budget)
+    assert len(compiled) > 3
+
+
+def test_what_was_known_is_left_where_it_is_refused_or_spoiled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Then the step is planned as in a first run."""
+    case, real = two_breaks(), KnownVersions.recalled
+    budget = case.budget(80)
+    before = case.kept(budget)
+
+    def too_tight(signature: str, request: Request) -> KnownVersions | None:
+        found = real(signature, request)
+        if found is None:
+            return None
+        offers = (replace(one, peak_bytes=0, tight=True, asked_as=None) for one in found.offers)
+        return replace(found, offers=tuple(offers))
+
+    monkeypatch.setattr(KnownVersions, "recalled", too_tight)
+    assert case.kept(budget) == before
+    monkeypatch.setattr(KnownVersions, "recalled", real)
+    files = [*(cache_directory() / "steps").glob("*.json")]
+    assert files
+    for file in files:
+        file.write_text(file.read_text().replace("of_run", "run"))
+    assert case.kept(budget) == before
