@@ -124,7 +124,7 @@ def test_nothing_to_place_and_no_time_for_it() -> None:
     with pytest.raises(ValueError, match="one name"):
         place([EARLY, EARLY])
     some = uneven(12)
-    check_placement(some, place(some, time_limit_s=0.0))
+    check_placement(some, search(some, time_limit_s=0.0))
 
 
 @pytest.mark.parametrize("make", [transformer, pyramid, uneven])

@@ -34,7 +34,7 @@ def place(
     """
     deadline, drafts = Deadline(time_limit_s), drafts_of(buffers)
     goal = max([capacity_bytes or 0, *(draft.sections.least_bytes for draft in drafts)])
-    drafts = [draft.by_greedy(goal, deadline) for draft in drafts]
+    drafts = [draft.by_greedy(goal) for draft in drafts]
     found = []
     for draft in sorted(drafts, key=lambda draft: -draft.arena_bytes):
         better = _by_search(draft, goal, effort, deadline)

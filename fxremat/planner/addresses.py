@@ -28,23 +28,20 @@ import numpy.typing as npt
 
 from fxremat.core.layout import Buffer, Placement
 from fxremat.planner import constants
-from fxremat.planner.deadline import Deadline
 from fxremat.planner.indexed_problem import live_bytes
 
 Ints = npt.NDArray[np.int64]
 
 
-def place(buffers: Sequence[Buffer], *, time_limit_s: float | None = None) -> Placement:
+def place(buffers: Sequence[Buffer]) -> Placement:
     """Offsets in the smallest arena that the greedy orders give.
 
-    Parts of time across which nothing is alive are placed alone, all from offset 0. The same
-    buffers give the same placement, unless the time limit in seconds leaves orders out. Raises
+    Parts of time across which nothing is alive are placed alone, all from offset 0. Raises
     `ValueError` where two buffers have one name.
     """
-    deadline = Deadline(time_limit_s)
     drafts = drafts_of(buffers)
     goal = max((draft.sections.least_bytes for draft in drafts), default=0)
-    return placement(buffers, [draft.by_greedy(goal, deadline) for draft in drafts])
+    return placement(buffers, [draft.by_greedy(goal) for draft in drafts])
 
 
 def drafts_of(buffers: Sequence[Buffer]) -> list[Draft]:
@@ -78,13 +75,13 @@ class Draft:
             return self
         return Draft(self.sections, tuple(offsets), arena_bytes)
 
-    def by_greedy(self, goal: int, deadline: Deadline, outside: Outside | None = None) -> Draft:
+    def by_greedy(self, goal: int, outside: Outside | None = None) -> Draft:
         """The best of the greedy orders; the first that reaches the goal is enough."""
         best = self
         rounds = max(1, constants.ADDRESS_BUFFERS // len(self.sections.names))
         ways = list(product(orders(self.sections).values(), (False, True)))
         for number, (order, best_fit) in enumerate(ways[:rounds]):
-            if number and (best.arena_bytes <= goal or not deadline.running()):
+            if number and best.arena_bytes <= goal:
                 break
             best = best.or_better(place_in_order(self.sections, order, best_fit, outside))
         return best
@@ -326,7 +323,7 @@ class PartialArena:
             live = self._live_of(kept)
             room = int(live.max(initial=0))
             outside = Outside(self.peak_bytes - room, room, live, frozenset(kept), self._bytes)
-            draft = Draft(self._sections).by_greedy(outside.goal, Deadline(None), outside)
+            draft = Draft(self._sections).by_greedy(outside.goal, outside)
             found = placement([], [draft])
             if self.total_bytes(found) >= self.total_bytes(best):
                 break

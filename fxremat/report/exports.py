@@ -126,7 +126,6 @@ BASE_ADDRESS = 0x7F00_0000_0000
 STRIDE = 1 << 42
 PICKLE_PROTOCOL = 4
 """The newest pickle protocol that the viewer reads."""
-SECONDS_TO_PLACE = 2.0
 NO_CATEGORY = "unknown"
 """The viewer fails on a snapshot with categories unless this one is among them."""
 
@@ -167,7 +166,7 @@ class _Device:
         there = [one for one in report.lifetimes if one.nbytes and one.start < one.stop]
         there.sort(key=lambda one: one.start)
         buffers = [Buffer(str(k), one.start, one.stop, one.nbytes) for k, one in enumerate(there)]
-        placement = place(buffers, time_limit_s=SECONDS_TO_PLACE)
+        placement = place(buffers)
         self.start, self.size = BASE_ADDRESS + number * STRIDE, placement.arena_bytes
         offsets = placement.offset_bytes
         self.storages = [(self.start + offsets[str(k)], one) for k, one in enumerate(there)]
