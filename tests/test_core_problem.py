@@ -337,5 +337,5 @@ def test_whatever_is_taken_leaves_a_problem_whose_base_order_is_a_schedule(
     assert not left.variants
     assert check(left, left.base_steps()).ok
     assert len(left.outputs) <= len(problem.outputs)
-    with mock.patch.object(core_variants, "_merged", return_value=None):
-        assert take(problem, names) == left
+    with mock.patch.object(core_variants, "any", return_value=True, create=True):
+        assert take(problem, names) == left  # as if something stood before what it reads

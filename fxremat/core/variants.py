@@ -7,11 +7,10 @@ plan with variants does so on the problem that is left.
 from __future__ import annotations
 
 import heapq
-from bisect import bisect
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
-from itertools import groupby
-from math import ceil
+from math import inf
+from typing import Any
 
 from fxremat.core.problem import Change, InvalidProblem, Op, Problem, Variant, validate
 
@@ -119,7 +118,8 @@ def _ordered(
         place[op.name] = max(sources, default=-1.0) + 0.5
     made = {name for op in new for name in op.writes}
     readers_of: dict[str, list[str]] = {}
-    for op in (*read_anew, *new):
+    later = (*read_anew, *new)
+    for op in later:
         for name in made.intersection(op.reads):
             readers_of.setdefault(name, []).append(op.name)
     for op in reversed(new):
@@ -133,44 +133,16 @@ def _ordered(
                 place[op.name] = max(place[op.name], last_forward + 0.5)
             else:
                 place[op.name] = float(len(base))
-    return _merged(base, new, read_anew, writer, place) or _sorted(ops, writer, place)
-
-
-def _merged(
-    base: Sequence[Op],
-    new: Sequence[Op],
-    read_anew: Sequence[Op],
-    writer: Mapping[str, str],
-    place: Mapping[str, float],
-) -> tuple[Op, ...] | None:
-    """What `_sorted` gives where each op's place is above those of what it reads; None elsewhere.
-
-    That is nearly always so. The new ops are then put between those of the base order.
-    """
-    for op in (*new, *read_anew):
-        if any(r in writer and place[writer[r]] >= place[op.name] for r in op.reads):
-            return None
-    order: list[Op] = []
-    done, places, at = 0, list[float](), dict[str, int]()
-
-    def since(entry: tuple[int, Op]) -> tuple[int, str]:
-        """From where on a new op may come, as `_sorted` counts: it breaks ties by that."""
-        number, op = entry
-        sources = [writer[r] for r in op.reads if r in writer]
-        steps = [at[s] if s in at else int(place[s] + bisect(places, place[s])) for s in sources]
-        return max((step + 1 for step in steps), default=len(base) + number), op.name
-
-    ranked = sorted(enumerate(new), key=lambda entry: place[entry[1].name])
-    for here, tied in groupby(ranked, key=lambda entry: place[entry[1].name]):
-        if here.is_integer() and here < len(base):
-            return None
-        order += base[done : ceil(here)]
-        done = ceil(here)
-        for _, op in sorted(tied, key=since):
-            places.append(here)
-            at[op.name] = len(order)
-            order.append(op)
-    return (*order, *base[done:])
+    if any(place[writer[r]] >= place[op.name] for op in later for r in op.reads if r in writer):
+        return _sorted(ops, writer, place)
+    # Nearly always. This gives the same: of what has one place, that comes first which can.
+    ranks: dict[str, tuple[Any, ...]] = {op.name: (place[op.name],) for op in base}
+    for number, op in enumerate(sorted(later, key=lambda op: place[op.name])):
+        before = [ranks[writer[r]] for r in op.reads if r in writer]
+        if before:
+            ranks[op.name] = place[op.name], max(before), op.name
+        ranks.setdefault(op.name, (place[op.name], (inf, number)))
+    return tuple(sorted(ops, key=lambda op: ranks[op.name]))
 
 
 def _sorted(
