@@ -138,9 +138,9 @@ def _ordered(
     # Nearly always. This gives the same: of what has one place, that comes first which can.
     ranks: dict[str, tuple[Any, ...]] = {op.name: (place[op.name],) for op in base}
     for number, op in enumerate(sorted(later, key=lambda op: place[op.name])):
-        sources = [ranks[writer[r]] for r in op.reads if r in writer]
-        if sources:
-            ranks[op.name] = place[op.name], max(sources), op.name
+        before = [ranks[writer[r]] for r in op.reads if r in writer]
+        if before:
+            ranks[op.name] = place[op.name], max(before), op.name
         ranks.setdefault(op.name, (place[op.name], (inf, number)))
     return tuple(sorted(ops, key=lambda op: ranks[op.name]))
 

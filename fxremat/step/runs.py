@@ -35,18 +35,12 @@ from fxremat.report.files import write_report
 from fxremat.report.report import Report
 from fxremat.runtime.accumulation import living_gradients
 from fxremat.sizes import format_bytes
+from fxremat.step import versions
 from fxremat.step.context import Surroundings, first_description
 from fxremat.step.description import LeastVersions, StepDescription, lowest_ways, summary
 from fxremat.step.graph import CompiledVersion, Graph, NoBackward, Role, Taken
 from fxremat.step.promise import MadeVersions, Observed, Promise, RunVersions
-from fxremat.step.versions import (
-    KnownVersions,
-    Offer,
-    Part,
-    version_in,
-    version_refused,
-    with_compiled,
-)
+from fxremat.step.versions import KnownVersions, Offer, Part
 
 log = logging.getLogger(__name__)
 TOO_MUCH = "fxremat: this step takes %s too much: the next one is planned anew"
@@ -317,7 +311,7 @@ class GraphInStep:
             return (refused.minimum_bytes or 0,) * 2
         described, if_held = found
         described.offer_compiled()
-        more = version_refused(self.graph.plan, self.request, refused)
+        more = versions.version_refused(self.graph.plan, self.request, refused)
         described.offer(own := described.part_of[-1], (*described.parts[own].offers, *more))
         least = self._least(described)
         return least.budget_bytes, described.enough_at(if_held, least, self.request.budget)
@@ -327,7 +321,7 @@ class GraphInStep:
         if self.looked is None:
             free = self.request.with_budget(held=0, soft_limit=None)
             self.looked = self.graph.as_part(free, max(1, self.taken.count))
-        return with_compiled(self.looked, self.known, self.request)
+        return versions.with_compiled(self.looked, self.known, self.request)
 
     def compiled_for(self, count: int) -> RunVersions:
         """The versions for so many runs; raises `InfeasibleBudget` with the least for as many."""
@@ -340,7 +334,9 @@ class GraphInStep:
         elif not self.role.looked_at:
             beside = self.request.with_budget(held=self.request.budget.coming)
             part = self.graph.as_part(beside, count)
-            described.parts[self.role.index] = with_compiled(part, self.known, self.request)
+            described.parts[self.role.index] = versions.with_compiled(
+                part, self.known, self.request
+            )
             self.role.looked_at = True
         self.taken.count = count
         self.where.scope.compiled_again += 1
@@ -480,7 +476,7 @@ class GraphInStep:
         assert request.budget.limit is not None
         peak = report.counted_peak_bytes - report.held_bytes
         if own is not None:
-            part, around = version_in(report), self.where.context.everything
+            part, around = versions.version_in(report), self.where.context.everything
             unseen += own.resident - own.given - self.where.context.late
             if self.where.context.pipeline is not None:
                 unseen -= self.where.context.pipeline.arriving(own.incoming)
