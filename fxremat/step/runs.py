@@ -93,10 +93,7 @@ class GraphInStep:
 
     @property
     def _known_before(self) -> KnownVersions | None:
-        """What it took as a part of its step when the program ran before; None where it is alone.
-
-        As long as the step is not known, it is expected to be what it was then.
-        """
+        """What it took when the program ran before, if the step is, or has begun, as it was then."""
         described, before = self.role.described, self.where.neighbours.graphs
         if not (described or before or self.where.follow):
             return None
@@ -440,8 +437,7 @@ class GraphInStep:
         at_place = described.settle(self.role.index, of_run)
         self.placed = described
         if self.role.described is not None:
-            known = described.known(self.role.index, of_run)
-            known.keep(self.observed.signature, self.request)
+            described.known(self.role.index, of_run).keep(self.observed.signature, self.request)
         part, alone = described.parts[self.role.index], self.role.described is None
         parts = tuple(replace(part, offers=(kept[k],)) for k in at_place if alone)
         self.taken.own_peak_bytes = peak - self.request.budget.held
