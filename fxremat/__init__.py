@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from fxremat.training.offload import offload
     from fxremat.training.step_in_backward import step_in_backward
     from fxremat.whatif import device
+    from fxremat.whatif.batches import check_batches
     from fxremat.whatif.explanation import explain
     from fxremat.whatif.fit import fit
 

@@ -93,7 +93,7 @@ class GraphInStep:
 
     @property
     def _known_before(self) -> KnownVersions | None:
-        """What it took when the program ran before, if the step is, or has begun, as it was then."""
+        """What it took when the program ran before, if the step has begun as it did then."""
         described, before = self.role.described, self.where.neighbours.graphs
         if not (described or before or self.where.follow):
             return None
