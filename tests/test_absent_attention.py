@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -92,41 +92,36 @@ def test_matmuls_and_a_softmax_give_what_torch_gives(
 
 
 @pytest.mark.parametrize(
-    ("kernel", "width", "masked"),
-    [("_flash", 60, False), ("_flash", 64, False), ("_cudnn", 64, False), ("_cudnn", 64, True),
-     ("_efficient", 64, False), ("_efficient", 64, True)],
+    ("kernel", "width", "heads_of_mask", "heads_given"),
+    [("_flash", 60, 0, 0), ("_flash", 64, 0, 0), ("_cudnn", 64, 0, 0), ("_cudnn", 64, 1, 1),
+     ("_efficient", 64, 0, 0), ("_efficient", 64, 1, 4)],
 )  # fmt: skip
-def test_operands_are_prepared_as_torch_does(kernel: str, width: int, masked: bool) -> None:
-    """The output and its gradient have the sizes of torch's own; tensors have no memory."""
-    with fake_tensors():
+def test_operands_are_prepared_as_torch_does(
+    kernel: str, width: int, heads_of_mask: int, heads_given: int
+) -> None:
+    """The output and its gradient have the sizes of torch's own; tensors have no memory.
+
+    A mask that is the same for all heads is copied for each of them, but for cuDNN, which repeats
+    it by itself.
+    """
+    masks: list[Any] = []
+
+    def seen(op: Any, args: Any, *_: Any) -> None:
+        masks.extend([args[3]] if kernel[1:] + "_attention.default" in str(op) else [])
+
+    with fake_tensors(), Watching(seen):
         query, key, value = (
             torch.empty(2, 4, 50, width, dtype=BF16, requires_grad=True) for _ in range(3)
         )
-        mask = torch.empty(50, 50, dtype=torch.bool) if masked else None
-        call = Call(query, key, value, mask, 0.0, not masked, None, False)
+        mask = torch.empty(2, heads_of_mask, 50, 50, dtype=torch.bool) if heads_of_mask else None
+        call = Call(query, key, value, mask, 0.0, not heads_of_mask, None, False)
         output = getattr(attention, kernel)(call)
         gradient: Tensor = torch.autograd.grad(output.sum(), query)[0]
     assert output.shape == gradient.shape == (2, 4, 50, width)
     assert output.dtype is BF16
-
-
-@pytest.mark.parametrize(
-    ("kernel", "shape"), [("_cudnn", (2, 1, 50, 50)), ("_efficient", (2, 4, 50, 50))]
-)
-def test_cudnn_repeats_masks_by_itself(kernel: str, shape: tuple[int, ...]) -> None:
-    """A mask that is the same for all heads; repeated here it would be copied for each of them."""
-    masks: list[Any] = []
-
-    def seen(op: Any, args: Any, *_: Any) -> None:
-        masks.extend([args[3]] if "attention" in op._schema.name else [])
-
-    with fake_tensors(), Watching(seen):
-        query = torch.empty(2, 4, 50, 64, dtype=BF16)
-        mask = torch.empty(2, 1, 50, 50, dtype=torch.bool)
-        getattr(attention, kernel)(Call(query, query, query, mask, 0.0, False, None, False))
-    [given] = masks
-    assert given.shape == shape
-    assert given.dtype is BF16
+    if mask is not None:
+        [given] = masks
+        assert (given.shape, given.dtype) == ((2, heads_given, 50, 50), BF16)
 
 
 # --- autocast -----------------------------------------------------------------------------
@@ -299,17 +294,6 @@ def test_a_step_is_planned_as_it_runs_on_the_card(around: str) -> None:
 # --- eager --------------------------------------------------------------------------------
 
 
-ATEN = torch.ops.aten
-
-
-@contextmanager
-def _inside(emptied: Callable[[], None] = lambda: None) -> Iterator[list[Any]]:
-    """Yields the ops that are seen."""
-    ops: list[Any] = []
-    with without_device(lambda op, *_: ops.append(op), emptied):
-        yield ops
-
-
 @pytest.mark.parametrize("built_for_cuda", [False, True])
 def test_autograd_runs_through_modules_and_functions_of_the_user(
     built_for_cuda: bool, monkeypatch: pytest.MonkeyPatch
@@ -326,7 +310,7 @@ def test_autograd_runs_through_modules_and_functions_of_the_user(
         def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
             return gradient * 2
 
-    with _inside():
+    with without_device(lambda *_: None, lambda: None):
         model = nn.Linear(3, 4).to("cuda")
         loss = Double.apply(model(torch.ones(2, 3, device="cuda"))).sum()  # type: ignore[no-untyped-call]
         loss.backward()
@@ -339,59 +323,17 @@ def test_autograd_runs_through_modules_and_functions_of_the_user(
         assert model.to(torch.bfloat16).weight.device == CUDA
 
 
-@pytest.mark.parametrize("gradients", [True, False])
-def test_tensors_move_where_they_are_not_and_are_not_copied_where_they_are(gradients: bool) -> None:
-    with _inside() as ops, torch.set_grad_enabled(gradients):
-        here, there = torch.ones(3), torch.ones(3, device="cuda")
-        ops.clear()
-        assert there.to("cuda") is there
-        assert there.to(there) is there
-        assert there.cuda() is there
-        assert not ops
-        assert here.to("cuda").device == here.cuda().device == here.to(there).device == CUDA
-        assert there.cpu().device == there.to("cpu").device == torch.device("cpu")
-        assert there.to(torch.float16).device == there.to("cuda", torch.float16).device == CUDA
-        ops.clear()
-        assert there.to("cuda", copy=True) is not there
-        assert ops == [ATEN._to_copy.default]
-
-
-def test_a_decomposed_op_is_seen_once() -> None:
-    with _inside() as ops:
-        x = [torch.ones(3, device="cuda") for _ in range(2)]
-        ops.clear()
-        torch._foreach_addcdiv_(x, x, x, 0.5)
-        x[0].softmax(-1)
-    assert ops == [ATEN._foreach_addcdiv_.Scalar, ATEN._softmax.default]
-
-
-@pytest.mark.parametrize(("asked", "op"), [({}, ATEN._foreach_sqrt.default),
-                                           ({"fused": True}, ATEN._fused_adamw_.default),
-                                           ({"foreach": False}, ATEN.sqrt.default)])  # fmt: skip
-def test_optimizers_choose_as_on_the_device(asked: dict[str, bool], op: Any) -> None:
-    with _inside() as ops:
-        weight = nn.Parameter(torch.ones(3, device="cuda"))
-        weight.grad = torch.ones_like(weight)
-        torch.optim.AdamW([weight], **asked).step()  # type: ignore[arg-type]
-    chosen = {ATEN._foreach_sqrt.default, ATEN._fused_adamw_.default, ATEN.sqrt.default}
-    assert chosen & {*ops} == {op}
-
-
-def test_numbers_of_the_device_are_0_and_counts_of_the_host_are_1() -> None:
-    with _inside():
-        assert torch.ones((), device="cuda").item() == 0.0
-        assert torch.zeros(()).item() == 1.0
-        assert not torch.ones((), device="cuda").isnan()
-        assert torch.ones((), dtype=torch.int64, device="cuda").item() == 0
-
-
 def test_torch_cuda_answers_and_is_as_before_at_the_end() -> None:
+    """Numbers of the device are 0, and counts of the host 1."""
     emptied: list[None] = []
     before = torch.cuda.is_available()
-    with _inside(lambda: emptied.append(None)):
+    with without_device(lambda *_: None, lambda: emptied.append(None)):
         assert torch.cuda.is_available()
         torch.cuda.empty_cache()
         torch.cuda.synchronize()
+        assert torch.ones((), device="cuda").item() == 0.0
+        assert torch.zeros(()).item() == 1.0
+        assert not torch.ones((), device="cuda").isnan()
     assert emptied == [None]
     assert torch.cuda.is_available() == before
     assert torch.ones(2).to("cpu").sum().item() == 2
