@@ -80,15 +80,11 @@ RULES: dict[str, tuple[str, tuple[Event, ...], float, float]] = {
         "", (taken(A, 3), taken(B, 30), Free(B), Allocate(C, 1), Free(C), EmptyCache()), 20, 3),
     "expandable segments grow by pages": (  # 31.5 MiB map 40, not 20 and 30
         PAGES, (Allocate(A, 1), taken(B, 1.5), taken(C, 30)), 42, 31.5 + BLOCK),
-    "they unmap whole pages": (
-        PAGES, (taken(A, 1.5), taken(B, 50), Free(B), EmptyCache()), 20, 1.5),
     "they fill holes first": (
         PAGES,
         (*(taken(x, 20) for x in (A, B, C)), Free(A), EmptyCache(), taken(D, 15), Free(B),
          taken(B, 25)),
         60, 60),
-    "they are gone when nothing is mapped": (
-        PAGES, (taken(A, 50), Free(A), EmptyCache(), Allocate(B, 1)), 2, BLOCK),
     "they keep what lies in a page in use": (
         PAGES, (taken(A, 20 - BLOCK), taken(B, 20), Free(B), EmptyCache()), 20, 20 - BLOCK),
     "they split large blocks to 512 bytes": (

@@ -11,16 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import compare, first_steps, library_calls, planner, rules, rules_measure
-from benchmarks.architectures.cases import with_loss
-from benchmarks.gpu import MARKS, failures, main
+from benchmarks import compare, library_calls, planner, rules, rules_measure
+from benchmarks.gpu import failures, main
 from benchmarks.gpu_worker import recorded_allocations
-from benchmarks.nets.language import GPT
 from benchmarks.planner_table import Case
 from benchmarks.planner_table import Row as PlannerRow
 from benchmarks.rows import MIB, Row
 from benchmarks.rules_models import MODELS, OF_RULE
-from benchmarks.training import IMPOSSIBLE_BYTES
+from benchmarks.seconds import until_steady
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem, problem_to_json
 from fxremat.passes.variants.table import RULES
@@ -233,9 +231,7 @@ def test_rows_are_run_and_kept_and_not_run_again(
     assert main([*asked, "--minutes", "0", "--ways", "knob"]) == 0  # no time for it
 
 
-def test_what_is_wrong_is_said_and_a_refusal_is_not(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_wrong_is_said_and_a_refusal_is_not() -> None:
     over = row("fxremat60%", status="over", budget=6 * MIB, reserved=7 * MIB, step_ms=[9.0])
     rows = [
         over,
@@ -247,32 +243,13 @@ def test_what_is_wrong_is_said_and_a_refusal_is_not(
         "bert fxremat60%: 7.0 MiB are over the budget of 6.0",
         "bert knob: the worker died",
     ]
-    found, text = tmp_path / "rows.json", tmp_path / "page.md"
-    machine = {"device": "a card", "date": "2026-01-02T03:04", "torch": "2"}
-    found.write_text(json.dumps({"machine": machine, "rows": rows}))
-    text.write_text(f"before\n{MARKS[0]}\nold\n{MARKS[1]}\nafter\n")
-    assert main(["--table", str(found), "--into", str(text)]) == 0
-    assert "a card, 2026-01-02, torch 2" in text.read_text()
-    assert "old" not in text.read_text()
-    assert main(["--table", str(found)]) == 0
-    assert "| bert | plain | ok |" in capsys.readouterr().out
 
 
 # --- seconds ------------------------------------------------------------------------------
 
 
-def test_first_steps_and_a_refusal(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model = GPT(layers=1, width=32, heads=2, length=32, vocabulary=2000)
-    batch = model.sample(2, torch.Generator().manual_seed(0))
-    monkeypatch.setattr(first_steps, "made", lambda _: with_loss(model, *batch))
-    first_steps.main(["gpt12", "refused"])
-    refused = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert refused["least_bytes"] > IMPOSSIBLE_BYTES
-    first_steps.main(["gpt12", "fxremat", str(refused["least_bytes"])])
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert len(found["steps"]) == first_steps.FIRST + first_steps.STEADY
+def test_first_steps_take_what_is_beyond_steady_ones() -> None:
+    assert until_steady({"steps": [10.0, 3.0, 1.0, 1.0, 1.0, 1.0, 1.2, 1.0, 1.0, 0.9]}) == 11.0
 
 
 def test_recording_ends_also_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
