@@ -142,8 +142,9 @@ SAME: dict[str, tuple[dict[str, Any], int]] = {
 
 @pytest.mark.parametrize("name", SAME)
 def test_backwards_of_all_kinds(name: str, early: Early) -> None:
-    given, count = SAME[name]
-    check_same(**{"make": LAYERS, **given})
+    more, count = SAME[name]
+    given: dict[str, Any] = {"make": LAYERS, **more}
+    check_same(**given)
     assert len(early) == count
     assert name != "dynamic sizes" or len(fxremat.reports()) == 1
 

@@ -20,8 +20,6 @@ from fxremat.compat.backward import (
     autograd_position,
     given_before,
     leaves_of_one_edge,
-    leaves_of_one_node,
-    leaves_of_this_node,
     no_other_backward,
     node_of_forward,
     running_backward,
@@ -101,7 +99,6 @@ class Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        known.append((leaves_of_one_node(), leaves_of_this_node()))
         watched.append(leaves_of_one_edge())
         with no_other_backward() as alone:
             assert alone or not watched[-1]
@@ -109,32 +106,12 @@ class Product(torch.autograd.Function):
         return gradient, gradient
 
 
-known: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
 watched: list[list[torch.Tensor]] = []
 
 
 def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     found: torch.Tensor = Product.apply(a, b)  # type: ignore[no-untyped-call]
     return found
-
-
-def test_leaves_of_the_backward_that_is_running() -> None:
-    a, b = (nn.Parameter(torch.ones(())) for _ in range(2))
-    several = torch.accelerator.is_available()
-    with torch.autograd.set_multithreading_enabled(False) if several else nullcontext():
-        torch.autograd.backward(product(a, b))
-        assert known.pop() == ([a, b], [a, b])
-        torch.autograd.backward(product(a, b), inputs=[b])
-        assert known.pop() == ([a, b], [b])
-        torch.autograd.grad(product(a, b), [a, b])
-        assert known.pop()[1] == []
-        torch.autograd.backward([b.exp(), product(a, b)])  # the one made last runs first
-        assert known.pop() == ([a], [a, b])
-        for loss in (product(a, b).exp(), product(a, b) + a, b + product(a, b)):
-            loss.backward()  # type: ignore[no-untyped-call]
-            assert known.pop()[0] == []
-    assert running_backward() is None
-    assert leaves_of_one_node() == leaves_of_this_node() == []
 
 
 @pytest.mark.filterwarnings("ignore:Using backward")
