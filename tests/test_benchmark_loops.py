@@ -99,7 +99,8 @@ def test_a_model_is_judged(between: str, tmp_path: Path) -> None:
         assert one.status == "ok"
         assert one.outcome is not None
         assert one.promised is not None
-        assert one.outcome.reserved == pytest.approx(one.promised, rel=0.005)
+        most = 0.01 if one.loop in others else 0.005
+        assert one.outcome.reserved == pytest.approx(one.promised, rel=most)
         if one.loop == "sgd_momentum":
             assert one.outcome.held["states"] == one.outcome.held["parameters"]
     assert row.outcome is not None
