@@ -9,7 +9,8 @@ import torch
 from torch import fx, nn
 
 from fxremat.compat.compilers import compile_with_inductor, trace_as_inductor
-from fxremat.compat.configuration import PARTITIONER, CustomPartitionerFn
+from fxremat.compat.configuration import PARTITIONER, CustomPartitionerFn, inductor_config
+from fxremat.compat.inductor.generated_code import generate
 from fxremat.compat.joint_graph import torch_partition
 from tests.graphs import Capture, Net, batch, capture, mlp
 
@@ -37,9 +38,20 @@ def half(model: nn.Module, step: Callable[[Any, Any], Any], *inputs_: torch.Tens
         return trace_as_inductor(gm, inputs, {}, partition)
 
     torch._dynamo.reset()
-    torch.compile(model, backend=backend)(*(inputs_ or [batch(32, 64)])).sum().backward()
+    torch.compile(model, backend=backend)(*(inputs_ or [batch(32, 64)]))
     (found,) = given
     return found
+
+
+def forward_code(model: nn.Module, x: torch.Tensor, **patches: Any) -> str:
+    """The code that Inductor, configured so, makes of the forward of ``model``."""
+
+    def step(forward: fx.GraphModule, _: fx.GraphModule) -> str:
+        with inductor_config.patch(patches):
+            return generate(forward, is_backward=False).source
+
+    code: str = half(model, step, x)
+    return code
 
 
 class Cut(CustomPartitionerFn):

@@ -6,13 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.nn import functional as F
-
-from fxremat.compat.compilers import trace_as_inductor
-from fxremat.compat.configuration import inductor_config
-from fxremat.compat.inductor.generated_code import generate
-from fxremat.compat.joint_graph import torch_partition
 
 
 class Block(nn.Module):
@@ -157,24 +152,12 @@ def train(
     return losses, gradients, [b.clone() for b in model.buffers()]
 
 
-def forward_code(model: nn.Module, x: Tensor, **patches: Any) -> str:
-    """The code that Inductor, configured so, makes of the forward of ``model``."""
-    found: list[str] = []
-
-    def partition(module: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
-        halves = torch_partition(module, inputs, **kwargs)
-        with inductor_config.patch(patches):
-            found.append(generate(halves[0], is_backward=False).source)
-        return halves
-
-    def backend(gm: fx.GraphModule, inputs: Any) -> Any:
-        return trace_as_inductor(gm, inputs, {}, partition)
-
-    torch._dynamo.reset()
-    torch.compile(model, backend=backend)(x)
-    return found[0]
-
-
 def stack_and_input() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     """What ``python -m fxremat trace`` asks for."""
     return Stack(), (torch.randn(64, 32),)
+
+
+def two_layers_in_bfloat16() -> tuple[nn.Module, Tensor]:
+    """What ``python -m fxremat fit`` asks for."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8))
+    return model.to(torch.bfloat16), torch.zeros(16, 64, dtype=torch.bfloat16)

@@ -90,41 +90,36 @@ def test_matmuls_and_a_softmax_give_what_torch_gives(
 
 
 @pytest.mark.parametrize(
-    ("kernel", "width", "masked"),
-    [("_flash", 60, False), ("_flash", 64, False), ("_cudnn", 64, False), ("_cudnn", 64, True),
-     ("_efficient", 64, False), ("_efficient", 64, True)],
+    ("kernel", "width", "heads_of_mask", "heads_given"),
+    [("_flash", 60, 0, 0), ("_flash", 64, 0, 0), ("_cudnn", 64, 0, 0), ("_cudnn", 64, 1, 1),
+     ("_efficient", 64, 0, 0), ("_efficient", 64, 1, 4)],
 )  # fmt: skip
-def test_operands_are_prepared_as_torch_does(kernel: str, width: int, masked: bool) -> None:
-    """The output and its gradient have the sizes of torch's own; tensors have no memory."""
-    with fake_tensors():
+def test_operands_are_prepared_as_torch_does(
+    kernel: str, width: int, heads_of_mask: int, heads_given: int
+) -> None:
+    """The output and its gradient have the sizes of torch's own; tensors have no memory.
+
+    A mask that is the same for all heads is copied for each of them, but for cuDNN, which repeats
+    it by itself.
+    """
+    masks: list[Any] = []
+
+    def seen(op: Any, args: Any, *_: Any) -> None:
+        masks.extend([args[3]] if kernel[1:] + "_attention.default" in str(op) else [])
+
+    with fake_tensors(), Watching(seen):
         query, key, value = (
             torch.empty(2, 4, 50, width, dtype=BF16, requires_grad=True) for _ in range(3)
         )
-        mask = torch.empty(50, 50, dtype=torch.bool) if masked else None
-        call = Call(query, key, value, mask, 0.0, not masked, None, False)
+        mask = torch.empty(2, heads_of_mask, 50, 50, dtype=torch.bool) if heads_of_mask else None
+        call = Call(query, key, value, mask, 0.0, not heads_of_mask, None, False)
         output = getattr(attention, kernel)(call)
         gradient: Tensor = torch.autograd.grad(output.sum(), query)[0]
     assert output.shape == gradient.shape == (2, 4, 50, width)
     assert output.dtype is BF16
-
-
-@pytest.mark.parametrize(
-    ("kernel", "shape"), [("_cudnn", (2, 1, 50, 50)), ("_efficient", (2, 4, 50, 50))]
-)
-def test_cudnn_repeats_masks_by_itself(kernel: str, shape: tuple[int, ...]) -> None:
-    """A mask that is the same for all heads; repeated here it would be copied for each of them."""
-    masks: list[Any] = []
-
-    def seen(op: Any, args: Any, *_: Any) -> None:
-        masks.extend([args[3]] if "attention" in op._schema.name else [])
-
-    with fake_tensors(), Watching(seen):
-        query = torch.empty(2, 4, 50, 64, dtype=BF16)
-        mask = torch.empty(2, 1, 50, 50, dtype=torch.bool)
-        getattr(attention, kernel)(Call(query, query, query, mask, 0.0, False, None, False))
-    [given] = masks
-    assert given.shape == shape
-    assert given.dtype is BF16
+    if mask is not None:
+        [given] = masks
+        assert (given.shape, given.dtype) == ((2, heads_given, 50, 50), BF16)
 
 
 # --- autocast -----------------------------------------------------------------------------

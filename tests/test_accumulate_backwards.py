@@ -50,15 +50,6 @@ def test_gradients_that_are_asked_for_are_not_added(early: Early) -> None:
     assert same(gradients(model), expected)
 
 
-def test_backwards_one_after_the_other_through_one_graph(early: Early) -> None:
-    def twice(loss: Tensor) -> None:
-        torch.autograd.backward(loss, retain_graph=True)
-        torch.autograd.backward(loss)
-
-    check_same(LAYERS, backward=twice)
-    assert len(early) == 5 * 6
-
-
 @pytest.mark.filterwarnings("ignore:Using backward")
 def test_a_graph_of_the_backward(caplog: pytest.LogCaptureFixture, early: Early) -> None:
     _, x, call = opted_in()
@@ -98,36 +89,72 @@ class Halves(nn.Module):
         return cast("Tensor", self.layers[0](torch.tanh(self.layers[2](x))).square().mean())
 
 
-def test_graph_breaks(early: Early) -> None:
-    check_same(with_input(Halves, 4, 16))
-    assert len(early) == 2 * 4
-
-
-def test_losses_of_several_roots_and_leaves(early: Early) -> None:
-    check_same(LAYERS, backward=lambda loss: torch.autograd.backward([loss, loss.exp()]))
-    assert len(early) == 2 * 6
-    early.clear()
-    model, x, call = opted_in()
-    weight = model.layers[0].weight
-    call(x).backward()
-    torch.autograd.backward([call(x), weight], [torch.ones(()), torch.ones_like(weight)])
-    assert not early
+def twice(loss: Tensor) -> None:
+    torch.autograd.backward(loss, retain_graph=True)
+    torch.autograd.backward(loss)
 
 
 def double(weight: Any) -> None:
     weight.grad.mul_(2)
 
 
-HOOKS: dict[str, Callable[[Any], object]] = {
-    "tensor hook": lambda weight: weight.register_hook(lambda gradient: 2 * gradient),
-    "post-accumulate hook": lambda weight: weight.register_post_accumulate_grad_hook(double),
+def with_hook(kind: str, hook: Callable[..., Any]) -> Callable[[Any], object]:
+    """Gives the weight of a layer a hook."""
+    return lambda model: getattr(model.layers[1].weight, kind)(hook)
+
+
+def in_host_memory(model: Any) -> None:
+    fxremat.offload(model, weights="layers.[01].weight", device="cpu")
+
+
+def in_parts_of_one_tensor(model: Any) -> None:
+    """Gradients that are as good as tensors of their own."""
+    sizes = [p.numel() for p in model.parameters()]
+    flat = torch.zeros(sum(sizes))
+    for parameter, part in zip(model.parameters(), torch.split(flat, sizes), strict=True):
+        parameter.grad = part.view_as(parameter)
+
+
+def in_bfloat16() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    model, (x,) = LAYERS()
+    return model.to(torch.bfloat16), (x.to(torch.bfloat16),)
+
+
+def in_sizes_that_change(model: Any) -> Any:
+    call: Any = torch.compile(model, backend="fxremat", options=EAGER, dynamic=True)
+    sizes = iter((4, 3, 2))
+    return lambda x: call(x[: next(sizes)].clone())
+
+
+SAME: dict[str, tuple[dict[str, Any], int]] = {
+    # what three backwards have of their own, and how many gradients are added early in them
+    "graph breaks": ({"make": with_input(Halves, 4, 16)}, 2 * 4),
+    "16 bits": ({"make": in_bfloat16}, 2 * 6),
+    "dynamic sizes": ({"loss_of": in_sizes_that_change}, 2 * 6),
+    "two through one graph": ({"backward": twice}, 5 * 6),
+    "two roots": ({"backward": lambda x: torch.autograd.backward([x, x.exp()])}, 2 * 6),
+    "tensor hook": ({"prepare": with_hook("register_hook", lambda g: 2 * g)}, 2 * 5),
+    "late hook": ({"prepare": with_hook("register_post_accumulate_grad_hook", double)}, 2 * 5),
+    "host memory": ({"prepare": in_host_memory}, 2 * 4),
+    "grads there": ({"prepare": in_parts_of_one_tensor}, 3 * 6),
 }
 
 
-@pytest.mark.parametrize("name", HOOKS)
-def test_hooks_on_a_parameter(name: str, early: Early) -> None:
-    check_same(LAYERS, prepare=lambda model: HOOKS[name](model.layers[1].weight))
-    assert len(early) == 2 * 5
+@pytest.mark.parametrize("name", SAME)
+def test_backwards_of_all_kinds(name: str, early: Early) -> None:
+    more, count = SAME[name]
+    given: dict[str, Any] = {"make": LAYERS, **more}
+    check_same(**given)
+    assert len(early) == count
+    assert name != "dynamic sizes" or len(fxremat.reports()) == 1
+
+
+def test_a_root_that_is_a_leaf(early: Early) -> None:
+    model, x, call = opted_in()
+    weight = model.layers[0].weight
+    call(x).backward()
+    torch.autograd.backward([call(x), weight], [torch.ones(()), torch.ones_like(weight)])
+    assert not early
 
 
 def test_hooks_that_come_later(early: Early, caplog: pytest.LogCaptureFixture) -> None:
@@ -177,17 +204,6 @@ def test_graphs_that_run_again_in_the_backward(
     check_same(LAYERS, loss_of)
     assert not early
     assert "a copy of it" in caplog.text
-
-
-def test_dynamic_sizes(early: Early) -> None:
-    def loss_of(model: Any) -> Any:
-        call: Any = torch.compile(model, backend="fxremat", options=EAGER, dynamic=True)
-        sizes = iter((4, 3, 2))
-        return lambda x: call(x[: next(sizes)].clone())
-
-    check_same(LAYERS, loss_of)
-    assert len(early) == 2 * 6
-    assert len(fxremat.reports()) == 1
 
 
 def test_anomaly_mode(early: Early) -> None:

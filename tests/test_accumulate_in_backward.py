@@ -40,7 +40,7 @@ early = accumulating.early
 _fresh = accumulating.fresh
 
 EXECUTORS = ["aot_eager", "inductor"]
-NETS = ["tied", "input gradient", "frozen", "autocast", "attention dropout", "count"]
+NETS = ["tied", "input gradient", "frozen", "autocast", "attention dropout", "count", "odd results"]
 
 
 @pytest.mark.parametrize("name", NETS)
@@ -189,15 +189,6 @@ def test_other_forms_of_ops(early: Early) -> None:
 # --- grads --------------------------------------------------------------------------------
 
 
-def test_dtypes(early: Early) -> None:
-    def made() -> tuple[nn.Module, tuple[Tensor, ...]]:
-        model, (x,) = LAYERS()
-        return model.to(torch.bfloat16), (x.to(torch.bfloat16),)
-
-    check_same(made)
-    assert len(early) == 2 * 6
-
-
 def test_grads_of_other_dtypes_and_layouts(early: Early) -> None:
     model, x, call = opted_in()
     model.layers[0].weight.grad = torch.zeros(16, 16).t()
@@ -211,17 +202,6 @@ def test_grads_of_other_dtypes_and_layouts(early: Early) -> None:
 
 
 def test_grads_that_share_memory(early: Early) -> None:
-    """Parts of one tensor are as good as tensors of their own; what overlaps is not."""
-
-    def parts(model: Any) -> None:
-        flat = torch.zeros(sum(p.numel() for p in model.parameters()))
-        sizes = [p.numel() for p in model.parameters()]
-        for parameter, part in zip(model.parameters(), torch.split(flat, sizes), strict=True):
-            parameter.grad = part.view_as(parameter)
-
-    check_same(LAYERS, prepare=parts)
-    assert len(early) == 3 * 6
-    early.clear()
     model, x, call = opted_in()
     model.layers[0].weight.grad = model.layers[2].weight.grad = torch.zeros(16, 16)
     model.layers[1].weight.grad = model.layers[1].weight.detach()
@@ -310,14 +290,6 @@ def test_parameters_that_freeze_and_thaw(early: Early) -> None:
     torch._dynamo.reset()  # torch 2.11 does not see that a parameter thaws
     call(x).backward()
     assert torch.equal(weight.grad, 2 * before)
-
-
-def test_parameters_in_host_memory(early: Early) -> None:
-    def host(model: Any) -> None:
-        fxremat.offload(model, weights="layers.[01].weight", device="cpu")
-
-    check_same(LAYERS, prepare=host)
-    assert len(early) == 2 * 4
 
 
 def test_an_optimizer_that_steps_in_the_backward(early: Early) -> None:

@@ -7,7 +7,6 @@ import json
 import random
 import time
 from collections.abc import Iterable
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -81,15 +80,11 @@ RULES: dict[str, tuple[str, tuple[HeapEvent, ...], float, float]] = {
         "", (taken(A, 3), taken(B, 30), Free(B), Allocate(C, 1), Free(C), EmptyCache()), 20, 3),
     "expandable segments grow by pages": (  # 31.5 MiB map 40, not 20 and 30
         PAGES, (Allocate(A, 1), taken(B, 1.5), taken(C, 30)), 42, 31.5 + BLOCK),
-    "they unmap whole pages": (
-        PAGES, (taken(A, 1.5), taken(B, 50), Free(B), EmptyCache()), 20, 1.5),
     "they fill holes first": (
         PAGES,
         (*(taken(x, 20) for x in (A, B, C)), Free(A), EmptyCache(), taken(D, 15), Free(B),
          taken(B, 25)),
         60, 60),
-    "they are gone when nothing is mapped": (
-        PAGES, (taken(A, 50), Free(A), EmptyCache(), Allocate(B, 1)), 2, BLOCK),
     "they keep what lies in a page in use": (
         PAGES, (taken(A, 20 - BLOCK), taken(B, 20), Free(B), EmptyCache()), 20, 20 - BLOCK),
     "they split large blocks to 512 bytes": (
@@ -367,93 +362,26 @@ def test_what_is_wrong_is_named(text: str, why: str) -> None:
 # --- snapshot -----------------------------------------------------------------------------
 
 
-LARGE, OTHER = 0x7F0000000000, 0x7F0020000000
-Row = dict[str, Any]
-
-
-def entry(action: str, addr: int, nbytes: int, **more: Any) -> Row:
-    """One entry of a trace."""
-    return {"action": action, "addr": addr, "size": nbytes, "stream": 0, "frames": [], **more}
-
-
-def freed(addr: int, nbytes: int) -> list[Row]:
-    """The two entries of one free."""
-    return [entry("free_requested", addr, nbytes), entry("free_completed", addr, nbytes)]
-
-
-def block(nbytes: int, state: str = "inactive") -> Row:
-    """A block of a segment as it is at the end."""
-    return {"size": nbytes, "requested_size": nbytes, "state": state, "frames": []}
-
-
-used = partial(block, state="active_allocated")
-
-
-def segment(address: int, *blocks: Row) -> Row:
-    """A segment as it is at the end."""
-    total = sum(b["size"] for b in blocks)
-    return {"device": 0, "address": address, "total_size": total, "stream": 0, "blocks": [*blocks]}
-
-
-def snapshot(trace: list[Row], *segments: Row) -> Row:
-    return {"segments": [*segments], "device_traces": [trace, []]}
-
-
-def test_a_recording_of_expandable_segments() -> None:
-    """Pages of 20 MiB: 30 MiB after 1.5 map one more; two go back when the cache is emptied."""
-    rest = 3 * MIB // 2
-    trace = [
-        entry("segment_map", LARGE, 20 * MIB),
-        entry("alloc", LARGE, rest),
-        entry("segment_map", LARGE + 20 * MIB, 20 * MIB),
-        entry("alloc", LARGE + rest, 30 * MIB),
-        *freed(LARGE + rest, 30 * MIB),
-        entry("segment_unmap", LARGE + 20 * MIB, 20 * MIB),
-    ]
-    end = segment(LARGE, used(rest), block(20 * MIB - rest))
-    recorded = snapshot(trace, end)
-    assert from_snapshot(recorded).events[-1] == EmptyCache()
-    result = compare(recorded, AllocatorSettings(expandable_segments=True))
-    assert (result.recorded_peak_bytes, result.worst_difference_bytes) == (40 * MIB, 0)
-    assert compare(recorded).peak_difference_bytes == 10 * MIB
-
-
-def test_a_retry_is_an_emptied_cache() -> None:
-    """A free segment goes back when 30 MiB find no room; the failed 90 MiB leave no event."""
-    trace = [
-        entry("segment_alloc", LARGE, 20 * MIB),
-        entry("alloc", LARGE, 3 * MIB),
-        *freed(LARGE, 3 * MIB),
-        entry("segment_free", LARGE, 20 * MIB),
-        entry("segment_alloc", OTHER, 30 * MIB),
-        entry("alloc", OTHER, 30 * MIB),
-        {"action": "oom", "size": 90 * MIB, "device_free": 10 * MIB, "stream": 0, "frames": []},
-    ]
-    recorded = snapshot(trace, segment(OTHER, used(30 * MIB)))
-    recording = from_snapshot(recorded)
-    kinds = [type(event) for event in recording.events]
-    assert kinds == [Allocate, Free, EmptyCache, Allocate]
-    assert recording.reserved_bytes == (20 * MIB, 20 * MIB, 0, 30 * MIB)
-    assert compare(recorded).worst_difference_bytes == 0
-    usage = replay(event for event in recording.events if not isinstance(event, EmptyCache))
-    assert usage.peak_reserved_bytes == 50 * MIB
-
-
-def test_what_was_there_before() -> None:
+def test_a_memory_snapshot_of_torch_is_replayed() -> None:
     """4 MiB live through; 5 MiB are freed in the trace, so both were allocated before it."""
-    trace = [*freed(LARGE + 4 * MIB, 5 * MIB), entry("alloc", LARGE + 4 * MIB, 6 * MIB)]
-    end = segment(LARGE, used(4 * MIB), used(6 * MIB), block(10 * MIB))
-    recording = from_snapshot(snapshot(trace, end))
-    names = [f"{LARGE:#x}.1", f"{LARGE + 4 * MIB:#x}.1"]
+    begin, sizes = 0x7F0000000000, {"action": "alloc", "size": 6 * MIB}
+    moved = [{"action": f"free_{half}", "size": 5 * MIB} for half in ("requested", "completed")]
+    trace: list[dict[str, Any]] = [
+        {"addr": begin + 4 * MIB, "stream": 0, "frames": [], **one} for one in (*moved, sizes)
+    ]
+    blocks = [
+        {"size": mib * MIB, "requested_size": mib * MIB, "state": state, "frames": []}
+        for mib, state in ((4, "active_allocated"), (6, "active_allocated"), (10, "inactive"))
+    ]
+    segment = {"device": 0, "address": begin, "total_size": 20 * MIB, "stream": 0, "blocks": blocks}
+    snapshot = {"segments": [segment], "device_traces": [trace, []]}
+    recording = from_snapshot(snapshot)
+    names = [f"{begin:#x}.1", f"{begin + 4 * MIB:#x}.1"]
     assert recording.preexisting == 2
-    before = taken(names[0], 4), taken(names[1], 5)
-    assert recording.events[:3] == (*before, Free(names[1]))
+    assert recording.events[:3] == (taken(names[0], 4), taken(names[1], 5), Free(names[1]))
     assert recording.reserved_bytes == (20 * MIB,) * 4
-    result = compare(snapshot(trace, end))
+    result = compare(snapshot)
     assert (result.worst_difference_bytes, result.steps, result.preexisting) == (0, 2, 2)
-
-
-def test_private_pools_are_refused() -> None:
-    trace = [entry("segment_alloc", LARGE, 20 * MIB, pool_id=(0, 1))]
+    trace[0]["pool_id"] = (0, 1)
     with pytest.raises(ValueError, match="record without CUDA graphs"):
-        from_snapshot(snapshot(trace, segment(LARGE, block(20 * MIB))))
+        from_snapshot(snapshot)

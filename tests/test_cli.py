@@ -22,12 +22,11 @@ import torch
 import fxremat
 from fxremat import planner
 from fxremat.cli import main
-from fxremat.cli.arguments import read_budget, read_problem
+from fxremat.cli.arguments import read_problem
 from fxremat.cli.solve import ProgressLine
 from fxremat.core.check import check
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem, problem_to_json
-from fxremat.core.timeline import replay
 from fxremat.planner import SolverOptions
 from fxremat.planner.plans import make_plan
 from fxremat.planner.solvers import Progress
@@ -172,14 +171,6 @@ def test_ctrl_c_gives_the_best_plan_so_far(
 
 
 # --- budgets ------------------------------------------------------------------------------
-
-
-def test_budgets() -> None:
-    assert read_budget("8GiB")(phased_chain(8)) == 8 * 2**30
-    assert read_budget(" 1048576 ")(phased_chain(8)) == 2**20
-    assert read_budget("62.5%")(phased_chain(8)) == int(STORE_ALL * 0.625)
-    assert read_budget("200%")(phased_chain(8)) == 2 * STORE_ALL
-    assert replay(phased_chain(8), phased_chain(8).base_steps()).peak_bytes == STORE_ALL
 
 
 # --- progress -----------------------------------------------------------------------------

@@ -20,9 +20,8 @@ from fxremat.compat import measuring, tensors
 from fxremat.compat.configuration import POST_GRAD_PASS, SCHEDULER_PASS, inductor_config
 from fxremat.compat.inductor import generated_code, post_grad, scheduling
 from fxremat.compat.inductor.generated_code import generate
-from tests.compat_graphs import ATEN, half, shared
+from tests.compat_graphs import ATEN, forward_code, half, shared
 from tests.graphs import Net, batch
-from tests.small import forward_code
 
 # --- scheduling ---------------------------------------------------------------------------
 

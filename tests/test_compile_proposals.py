@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from types import SimpleNamespace
 from typing import Any, Final, cast
+from unittest import mock
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ from fxremat.compile.search.proposals import (
     plan_of_torch,
     steps_again,
 )
-from fxremat.compile.search.search import Search
+from fxremat.compile.search.search import Search, SearchResult
 from fxremat.compile.stage_times import StageTimes
 from fxremat.core.check import check
 from fxremat.core.constants import MEASURABLE
@@ -63,17 +64,15 @@ def planning(solver: str = "greedy") -> Planning:
 
 @dataclass
 class Trial:
-    """An evaluator whose peaks are made up of the planned ones, and what it was asked."""
+    """An evaluator whose peaks are made up of the planned ones, and what it has seen."""
 
     real: Callable[[int, str], int]
     scratch: dict[str, int] = field(default_factory=dict)
-    asked: list[Candidate] = field(default_factory=list)
     seen: list[Evaluation] = field(default_factory=list)
 
     def evaluate(self, candidate: Candidate) -> Evaluation:
         """What the made-up compiler takes."""
         peak = self.real(candidate.plan.peak_bytes, candidate.order)
-        self.asked.append(candidate)
         self.seen.append(
             Evaluation(candidate, candidate.draft, peak, DryRun(peak, (), (), self.scratch))
         )
@@ -82,11 +81,6 @@ class Trial:
     def follow(self, proposals: Proposals) -> list[Evaluation]:
         """Evaluate all that is proposed."""
         return list(followed(proposals, self.evaluate))
-
-    @property
-    def orders(self) -> list[str]:
-        """Who ordered the candidates."""
-        return [one.order for one in self.asked]
 
 
 @pytest.mark.parametrize("error", [-0.3, -0.07, 0.0, 0.07])
@@ -120,18 +114,6 @@ def test_where_a_mask_of_a_seed_runs_again_so_is_all_that_does(seed: int, floats
     plan = Plan(steps, "by hand", 10_000, line.peak_bytes, line.time_us)
     found = Candidate.near_peak(draft_of(problem), plan, 10_000)
     assert found.held == (frozenset({4, 5}) if floats else frozenset())
-
-
-def test_plans_of_least_peak_do_not_know_the_budget() -> None:
-    """Asked twice they are the same. All hold their order; what takes too much is tried looser."""
-    found = []
-    for _ in range(2):
-        trial = Trial(lambda planned, order: planned + 3)
-        trial.follow(least(draft_of(blocks(2)), planning("auto"), []))
-        assert set(trial.orders[:-1]) == {"planned"}
-        assert trial.orders[-1] == NEAR_PEAK
-        found.append([one.plan.steps for one in trial.asked])
-    assert found[0] == found[1]
 
 
 def test_what_a_dry_run_shows_of_scratch_memory_is_known_to_later_plans() -> None:
@@ -173,7 +155,8 @@ def test_any_errors_of_the_planner(errors: list[int], share: float) -> None:
     aim = round(share * planning().solve(PROBLEM, None).peak_bytes)
     trial = Trial(lambda planned, order: planned + errors[planned % 32] + (order == NEAR_PEAK))
     trial.follow(UnderAim(draft_of(PROBLEM), aim, planning()).proposals())
-    planned_only = [one for one in trial.asked if one.order == "planned"]
+    asked = [one.candidate for one in trial.seen]
+    planned_only = [one for one in asked if one.order == "planned"]
     assert len({one.key for one in planned_only}) == len(planned_only)
     best = fastest_under(aim, trial.seen)
     for one in trial.seen:
@@ -184,27 +167,17 @@ def test_any_errors_of_the_planner(errors: list[int], share: float) -> None:
 # --- attempts -----------------------------------------------------------------------------
 
 
-@dataclass
-class Alone(Search):
-    """A search over one graph without variants, with a partition of torch that is made up."""
-
-    own: Plan | None = None
-    asked_of_torch: list[bool] = field(default_factory=list)
-
-    def _torch(self, *, donated: bool) -> Candidate | None:
-        self.asked_of_torch.append(donated)
-        order = "torch, donated" if donated else "torch"
-        return None if self.own is None else Candidate(self.graphs.plain, self.own, order)  # type: ignore[arg-type]
-
-
-def searching(
-    trial: Trial, budget: int, own: Plan | None = None, wanted: int | None = None
-) -> Alone:
+def found_by(
+    trial: Any, budget: int, own: Plan | None = None, wanted: int | None = None
+) -> SearchResult:
+    """What a search over one graph without variants ends with; torch's partition is made up."""
     request = Request(Budget(budget, soft_limit=wanted), policy=Policy(solver="greedy"))
-    planning = Planning(request, StageTimes())
-    evaluator: Any = trial
     graphs: Any = SimpleNamespace(plain=draft_of(PROBLEM), offered=None)
-    return Alone(planning, evaluator, graphs, own=own)
+    theirs = None if own is None else Candidate(graphs.plain, own, "torch")
+    with mock.patch.object(Search, "_torch", return_value=theirs) as asked:
+        found = Search(Planning(request, StageTimes()), trial, graphs).run()
+    assert own is None or asked.call_args_list == [mock.call(donated=False)]
+    return found
 
 
 def plan_under(part: float) -> Plan:
@@ -222,15 +195,10 @@ def test_torchs_partition_is_taken_where_it_is_faster_and_fits(
     best = plan_under(0.7)
     own = replace(best, time_us=time * best.time_us, steps=(*best.steps, best.steps[0]))
     budget = best.peak_bytes
-
-    def real(planned: int, order: str) -> int:
-        return budget + peak if order == "torch" else planned
-
-    search = searching(Trial(real), budget, own)
-    found = search.run()
+    trial = Trial(lambda planned, order: budget + peak if order == "torch" else planned)
+    found = found_by(trial, budget, own)
     assert found.evaluation.candidate.order == order
     assert not found.over
-    assert search.asked_of_torch == [False]
 
 
 def test_the_least_that_is_named_is_of_candidates_that_no_budget_changes() -> None:
@@ -244,8 +212,8 @@ def test_the_least_that_is_named_is_of_candidates_that_no_budget_changes() -> No
         return planned + (2000 if order == NEAR_PEAK else 1000)
 
     trial = Trial(real)
-    found = searching(trial, budget).run()
-    assert NEAR_PEAK in trial.orders
+    found = found_by(trial, budget)
+    assert NEAR_PEAK in [one.candidate.order for one in trial.seen]
     assert found.over
     assert found.evaluation.candidate.order == "planned"
     assert found.evaluation.peak_bytes == least + 1000
@@ -256,12 +224,12 @@ def test_what_is_within_the_budget_is_not_taken_where_less_is_wanted_and_found()
     wanted = plan_under(0.7).peak_bytes
     more = wanted // 50
     trial = Trial(lambda planned, order: planned + more * (order == NEAR_PEAK))
-    found = searching(trial, 2 * wanted, wanted=wanted).run()
+    found = found_by(trial, 2 * wanted, wanted=wanted)
     assert trial.seen[0].peak_bytes == wanted + more
     assert found.evaluation.candidate.order == "planned"
     assert found.evaluation.peak_bytes <= wanted
     trial = Trial(lambda planned, order: planned + 1)
-    found = searching(trial, 2 * wanted, wanted=wanted).run()
+    found = found_by(trial, 2 * wanted, wanted=wanted)
     assert [one.peak_bytes for one in trial.seen] == [wanted + 1]
     assert found.evaluation is trial.seen[0]
 

@@ -53,15 +53,6 @@ def test_problem_json_text(golden: Golden) -> None:
     golden(json.dumps(problem_to_json(SMALL), indent=1))
 
 
-def test_what_follows_from_the_fields() -> None:
-    assert SMALL.bytes_of["w"] == 100
-    assert SMALL.op_of["make_b"].workspace_bytes == 16
-    assert SMALL.writer_of == {"a": "make_a", "b": "make_b"}
-    assert SMALL.resident_bytes == 100
-    assert SMALL.base_time_us == 3.5
-    assert SMALL.base_steps() == ("make_a", "make_b")
-
-
 def test_optional_fields_of_an_op_have_defaults() -> None:
     """A whole number is a number."""
     data = problem_to_json(SMALL)

@@ -18,11 +18,10 @@ import torch
 from torch import fx
 
 from fxremat.core.constants import CALL_US
-from fxremat.cost import call_times, number_file, op_timers, timing
+from fxremat.cost import call_times, op_timers, timing
 from fxremat.cost.call_times import KIND, CallTimes, call_key
 from fxremat.cost.device import DeviceSpec
-from fxremat.cost.number_file import NumberFile, number_path, written_together
-from fxremat.disk_cache import write_whole
+from fxremat.cost.number_file import NumberFile, number_path
 from fxremat.runtime.chunks.convolutions import CONVOLUTION, CONVOLUTION_BACKWARD
 from fxremat.runtime.chunks.operator import ROWS
 from tests.graphs import batch, capture, mlp
@@ -71,17 +70,6 @@ def test_a_machine_that_changes_its_clock_gives_the_same_times(
     assert machine.timed() == pytest.approx(7000.0)
     machine.reference, machine.slowness = timing.reference_of(HOST, tmp_path), 2 * slowness
     assert machine.timed() == pytest.approx(7000.0)
-
-
-def test_calls_that_are_timed_one_after_the_other_share_a_look_at_the_clock(
-    machine: Machine,
-) -> None:
-    for _ in range(20):
-        machine.timed(after=0.0)
-    shared, machine.matmuls = machine.matmuls, 0
-    for _ in range(20):
-        machine.timed()
-    assert 0 < shared < machine.matmuls / 5
 
 
 def test_where_the_clock_is_not_known_times_are_left_as_they_are(
@@ -163,21 +151,6 @@ def test_numbers_of_a_cpu_are_those_of_its_threads(tmp_path: Path) -> None:
         assert number_path(tmp_path, host, "workspaces") != before
     finally:
         torch.set_num_threads(threads)
-
-
-def test_numbers_that_are_added_together_are_written_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, write = tmp_path / "numbers.json", mock.Mock(side_effect=write_whole)
-    monkeypatch.setattr(number_file, "write_whole", write)
-    with written_together():
-        file = NumberFile(path)
-        for number in range(10):
-            file.add(f"{number}", float(number))
-        NumberFile(path).add("theirs", 0.5)
-        assert (len(file.numbers), write.call_count) == (10, 0)
-    assert [one.args[0] for one in write.call_args_list] == [path, path]
-    assert len(NumberFile(path).numbers) == 11
 
 
 # --- op timers ----------------------------------------------------------------------------

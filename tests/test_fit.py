@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 from xml.etree import ElementTree
@@ -20,16 +18,14 @@ from torch import Tensor, nn
 import fxremat
 from fxremat.cli import main
 from fxremat.cli.fit import table
-from fxremat.compile.dry_run.dry_run import DryRun
 from fxremat.cost.device import card_named
 from fxremat.errors import CannotVary
 from fxremat.memory.optimizers import held_by
 from fxremat.training.blocks import are_alike, checkpointed, repeated_blocks, shortened
 from fxremat.whatif.device import absent
-from fxremat.whatif.extrapolation import Line, TorchSteps
 from fxremat.whatif.fit import fit
 from fxremat.whatif.largest_size import WAYS, largest_within
-from fxremat.whatif.symbolic_step import PeaksBySize, SymbolicStep
+from fxremat.whatif.symbolic_step import SymbolicStep
 from tests.absent_nets import net_and_tokens
 from tests.graphs import Net
 
@@ -170,25 +166,12 @@ def test_what_fits_on_a_card() -> None:
     assert ours.peak_bytes + found.held_bytes + found.tuning_bytes <= found.budget_bytes
 
 
-SMALL_MODEL = """
-import torch
-from torch import nn
-
-def make():
-    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8))
-    return model.to(torch.bfloat16), torch.zeros(16, 64, dtype=torch.bfloat16)
-"""
-
-
 @pytest.fixture
-def command_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def command_model(monkeypatch: pytest.MonkeyPatch) -> str:
     """A function that makes a model, in a module that can be imported."""
     monkeypatch.setenv("FXREMAT_VARIANTS", "none")
     monkeypatch.setenv("FXREMAT_SOLVER", "greedy")
-    (tmp_path / "small_model.py").write_text(SMALL_MODEL, encoding="utf-8")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "small_model", raising=False)
-    return "small_model:make"
+    return "tests.small:two_layers_in_bfloat16"
 
 
 def test_command(tmp_path: Path, command_model: str, capsys: Any) -> None:
@@ -321,33 +304,6 @@ def test_blocks_are_alike_but_for_values_and_numbers() -> None:
     buffered = _Numbered(1)
     buffered.register_buffer("mask", torch.zeros(3))
     assert not are_alike([first, buffered])
-
-
-@given(st.integers(0, 9), st.integers(0, 9), st.integers(0, 50), st.integers(4, 40))
-def test_the_peak_is_continued_where_all_have_saved_and_where_all_have_gradients(
-    saved: int, left: int, scratch: int, whole: int
-) -> None:
-    """Of a step whose blocks are all the same, every number is met."""
-
-    def shown(blocks: int) -> DryRun:
-        forward = [100 + saved * (k + 1) for k in range(blocks)]
-        backward = [100 + saved * (blocks - k) + left * k + scratch for k in range(blocks)]
-        live = (*forward, *backward, 100 + left * blocks)
-        return DryRun(
-            max(live), live, (), {},
-            forward_steps=blocks, saved_bytes=100 + saved * blocks, left_bytes=live[-1],
-        )  # fmt: skip
-
-    def step(blocks: int) -> Any:
-        peaks = PeaksBySize(lambda size: shown(blocks), lambda one: one.peak_bytes)
-        return SimpleNamespace(torch_peaks=lambda *_: peaks, torch_time_us=lambda _: 3.0 * blocks)
-
-    steps = TorchSteps(Line((2, 3), whole), [step(2), step(3)], {"batch": 1}, "batch")
-    if saved >= left:
-        assert steps.peak_bytes(7) == shown(whole).peak_bytes
-    assert steps.peak_bytes(7) >= shown(whole).peak_bytes - abs(saved - left)
-    assert steps.time_us(7) == 3.0 * whole
-    assert steps.bytes_per_block(7) == max(saved, left)
 
 
 OPTIONS: dict[str, Any] = {"variants": "none", "solver": "greedy", "memory_budget": "700MiB"}

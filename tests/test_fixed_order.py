@@ -26,9 +26,9 @@ from fxremat.passes import fixed_order
 from fxremat.passes.halves import RECOMPUTED
 from fxremat.passes.recompute import apply_plan
 from tests import nets
+from tests.compat_graphs import forward_code
 from tests.graphs import Capture, Net, batch, capture, everything_again, mlp
 from tests.single_calls import ATEN, X
-from tests.small import forward_code
 
 
 def recomputing() -> Capture:
@@ -168,15 +168,6 @@ COPY = copying("x", "y")
 )
 def test_what_kernels_wait_for(kernels: list[Scheduled], after: dict[int, list[int]]) -> None:
     assert fixed_order.fences(kernels) == after
-
-
-def test_a_stretch_without_marks_is_like_the_one_before_it() -> None:
-    fixed, free = FIXED, FREE_LOOP
-    assert fixed_order.fixed_stretches([LOOP, CALL, free, CALL, LOOP, CALL, CALL, fixed]) == [
-        True, False, False, False, True
-    ]  # fmt: skip
-    assert fixed_order.fixed_stretches([free, fixed, free]) == [True]
-    assert fixed_order.fixed_loops([LOOP, CALL, free, CALL, SUM, fixed, free]) == [0, 4, 5, 6]
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
 
 from fxremat.compat.absent.pretending import CUDA
+from fxremat.compat.absent.without_device import READ
 from fxremat.compat.dynamo import fresh_dynamo_caches, inline_regions
 from fxremat.compat.inductor.generated_code import Generated, generate
 from fxremat.compat.joint_graph import copy_module, donatable, donate, is_tangent, torch_partition
@@ -34,8 +35,6 @@ from fxremat.memory.measured_peak import uncollected
 from fxremat.options import parse_options
 from fxremat.report.report import Report
 from fxremat.step.planned import plan_in_order
-
-from .without_device import READ
 
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 

@@ -16,11 +16,11 @@ from torch.optim.optimizer import (
 from torch.utils import _pytree as pytree
 
 from fxremat.compat.absent.pretending import CUDA
+from fxremat.compat.absent.without_device import without_device
 from fxremat.compat.tensors import is_fake, storage_watch
 from fxremat.core.events import Allocate, Free
 
 from ..allocator import EmptyCache, HeapEvent
-from .without_device import without_device
 
 Place = Literal["common", "graphs", "arena"]
 """Where a block lies: in the pool of everybody, in that of the graphs, or in the arena."""

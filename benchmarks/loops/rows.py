@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxremat.compat.absent.without_device import READ
 from fxremat.compat.tensors import outside_fake_mode
 from fxremat.errors import InfeasibleBudget
 from fxremat.sizes import parse_bytes
@@ -25,7 +26,6 @@ from fxremat.whatif.device import absent
 from ..rows import mib
 from .judge import Judge, Outcome
 from .models import MODELS
-from .without_device import READ
 
 HEAD = ["model", "loop", "status", "plain", "budget", "least", "promised", "blocks",
         "reserved", "unused", "peak", "seconds"]  # fmt: skip
