@@ -15,6 +15,9 @@ import fxremat
 from fxremat.backend import fxremat as backend
 from fxremat.memory.measured_peak import measure_peak
 
+QUICK: dict[str, Any] = {"executor": "aot_eager", "solver": "greedy", "variants": "none"}
+"""Options with which ops run as they are, and again, and nothing else."""
+
 
 def compiled_by_fxremat(model: nn.Module, **options: Any) -> Callable[..., Any]:
     return torch.compile(model, backend=backend, options=options)

@@ -167,7 +167,7 @@ class Step:
         for one in self.asked:
             one.is_result |= one.died is None and one.key in keys
 
-    def arrange(self, gradients: Iterable[torch.Tensor], *, reuse: bool) -> int:
+    def arrange(self, gradients: Iterable[torch.Tensor]) -> int:
         """Give places; returns the bytes of all."""
         self.look()
         kept = {storage_key(one) for one in gradients}
@@ -176,7 +176,7 @@ class Step:
         placed: list[Recorded] = []
         for one in sorted(inside, key=lambda one: -one.buffer.nbytes):
             one.offset = 0
-            others = [other for other in placed if not reuse or other.meets(one)]
+            others = [other for other in placed if other.meets(one)]
             for other in sorted(others, key=lambda other: other.offset or 0):
                 assert other.offset is not None
                 if one.end <= other.offset:
@@ -208,12 +208,12 @@ class Trial:
             return SimpleNamespace(forward=forward, backward=backward)
         return self.placed.get(key)
 
-    def record(self, step: Callable[[], Any], model: torch.nn.Module, *, reuse: bool = True) -> Any:
+    def record(self, step: Callable[[], Any], model: torch.nn.Module) -> Any:
         """Run a step whose gradients are kept, and lay the arena out for it."""
         self.mode = "recorded"
         found = step()
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        nbytes = self.step.arrange(gradients, reuse=reuse)
+        nbytes = self.step.arrange(gradients)
         placed = self.arena.placed(self.step_layout(nbytes))
         self.placed = dict(zip(self.recorders, placed, strict=True))
         self.mode = "placed"

@@ -98,7 +98,7 @@ def test_budgets_count_reserved_bytes(caplog: pytest.LogCaptureFixture) -> None:
     with absent("H100"), caplog.at_level(logging.WARNING, "fxremat"):
         model, inputs = _layers()
         [whole] = fxremat.explain(model, *inputs, options=options).graphs
-        assert whole.dry_runs
+        assert whole.provenance.dry_runs
         assert whole.predicted_reserved_bytes is not None
         assert whole.count == "reserved"
         named = least(model, inputs, **options)

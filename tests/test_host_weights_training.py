@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import pytest
@@ -12,8 +13,10 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import fxremat
+from benchmarks import copying
 from fxremat.runtime.host_memory import is_host
 from fxremat.training import host_weights
+from tests.end_to_end import measured
 from tests.host_weights import (
     CPU,
     WAYS,
@@ -30,49 +33,34 @@ from tests.host_weights import (
     perceptron,
     training,
 )
-from tests.small import Convolutions, Stack, seeded, train
+from tests.small import Convolutions, Stack, Tied, seeded, train
+from tests.stepping import RATE, STEP_OPTIONS, layers_and_input
 
 # --- the same training --------------------------------------------------------------------
 
 
-def same_training(way: str, accumulate: int = 1, **options: bool) -> Any:
-    """The model, trained in a way with all weights in host memory; as it is without that."""
+CASES: list[tuple[str, int, dict[str, bool]]] = [
+    *((way, 1, {}) for way in WAYS),
+    *((way, 1, {"checkpointed": True}) for way in ("eager", "model")),
+    *((way, 1, {"tied": True, "twice": True}) for way in ("eager", "model")),
+    ("model", 2, {}),
+]
+
+
+@pytest.mark.parametrize(("way", "accumulate", "options"), CASES)
+def test_training_is_the_same(way: str, accumulate: int, options: dict[str, bool]) -> None:
+    """With weights that are read twice, too, whose gradients are added; and frozen ones."""
     plain, model = language(**options), moved(language(**options))
     expected = training(plain, loss_of(plain), accumulate=accumulate)
     assert equal(training(model, WAYS[way](model), accumulate=accumulate), expected)
-    return model
-
-
-CASES = [*((way, False) for way in WAYS), ("eager", True), ("model", True)]
-
-
-@pytest.mark.parametrize(("way", "checkpointed"), CASES)
-def test_training_is_the_same(way: str, checkpointed: bool) -> None:
-    model = same_training(way, checkpointed=checkpointed)
     assert in_host_memory(model) == [name for name, _ in model.named_parameters()]
-    assert gradients_elsewhere(model) == []
+    assert gradients_elsewhere(model) == [] or "twice" in options
+    assert (model.head.weight is model.embedding.weight) == ("tied" in options)
+    assert model.frozen.weight.grad is None
     if way != "eager":
         assert counters["stats"]["unique_graphs"] == 1
         assert not counters["graph_break"]
         assert not counters["recompiles"]
-
-
-@pytest.mark.parametrize("way", ["eager", "model"])
-def test_weights_read_twice_add_their_gradients(way: str) -> None:
-    model = same_training(way, tied=True, twice=True)
-    assert model.head.weight is model.embedding.weight
-    assert "embedding.weight" in in_host_memory(model)
-
-
-def test_accumulated_gradients_stay_in_host_memory() -> None:
-    assert gradients_elsewhere(same_training("model", accumulate=2)) == []
-
-
-def test_frozen_weights_get_no_gradient() -> None:
-    model = moved(language())
-    training(model, loss_of(model), steps=1)
-    assert is_host(model.frozen.weight)
-    assert model.frozen.weight.grad is None
     model.requires_grad_(False)
     assert not model(next(batches(1))[0]).requires_grad
 
@@ -146,6 +134,125 @@ def test_compiled_before_it_is_moved() -> None:
     assert moved(compiled) is compiled
     assert torch.equal(compiled(x), expected)
     assert len(in_host_memory(model)) == 4
+
+
+# --- chosen for a number of bytes ---------------------------------------------------------
+
+OPTIONS: dict[str, Any] = {"executor": "aot_eager", **STEP_OPTIONS}
+
+
+@pytest.fixture(autouse=True)
+def _throttled() -> Iterator[None]:
+    with copying.set_copy_speed(RATE, RATE):
+        yield
+
+
+def full_peak(model: nn.Module, x: torch.Tensor) -> int:
+    return fxremat.explain(model, x, options=OPTIONS).store_all_peak_bytes
+
+
+def adamw_losses(
+    model: nn.Module, call: Callable[..., Any], x: torch.Tensor, steps: int
+) -> list[float]:
+    """The losses of some AdamW steps."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = call(x)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss))
+    return losses
+
+
+def test_a_model_four_times_the_budget_trains_as_in_eager() -> None:
+    """Parameters, gradients and activations together are four times what the device may hold."""
+    model, x = layers_and_input()
+    plain = copy.deepcopy(model)
+    expected = adamw_losses(plain, plain, x, 5)
+    options = {**OPTIONS, "memory_budget": f"{full_peak(model, x) // 4}B"}
+    model = fxremat.offload(model, (x,), **options)
+    assert in_host_memory(model)
+    call = torch.compile(model, backend="fxremat", options=options)
+    assert adamw_losses(model, call, x, 5) == expected
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+
+
+def test_the_peak_is_the_predicted_one_and_within_the_budget() -> None:
+    model, x = layers_and_input()
+    budget = full_peak(model, x) // 3
+    options = {**OPTIONS, "memory_budget": f"{budget}B"}
+    fxremat.offload(model, (x,), **options)
+    peak = measured(model, torch.compile(model, backend="fxremat", options=options), (x,))
+    report = fxremat.reports()[-1]
+    assert peak == report.predicted_peak_bytes <= budget
+    assert {row.times for row in report.moved} >= {1}
+
+
+def test_the_more_bytes_the_fewer_weights(caplog: pytest.LogCaptureFixture) -> None:
+    counts = []
+    for part in (2.0, 0.9, 0.4):
+        model, x = layers_and_input()
+        budget = int(part * full_peak(model, x))
+        with caplog.at_level(logging.INFO, logger="fxremat"):
+            fxremat.offload(model, (x,), memory_budget=f"{budget}B", **OPTIONS)
+        counts.append(len(in_host_memory(model)))
+    assert 0 == counts[0] < counts[1] <= counts[2]
+    assert f"{counts[2]} of 8 parameters" in caplog.text
+
+
+def test_a_budget_that_nothing_fits_names_the_least() -> None:
+    model, x = layers_and_input()
+    with pytest.raises(fxremat.InfeasibleBudget) as caught:
+        fxremat.offload(model, (x,), memory_budget="10kB", **OPTIONS)
+    assert in_host_memory(model) == []
+    least = caught.value.minimum_bytes
+    assert least is not None
+    fxremat.offload(model, (x,), memory_budget=f"{least}B", **OPTIONS)
+    assert in_host_memory(model)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"example_inputs": (torch.zeros(8, 64),)},
+        {"memory_budget": "1GiB"},
+        {"memory_budget": "1GiB", "weights": "all", "example_inputs": (torch.zeros(8, 64),)},
+        {"weights": "no_such_weight"},
+        {"memory_budget": "lots", "example_inputs": (torch.zeros(8, 64),)},
+    ],
+)
+def test_what_does_not_go_together_is_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(fxremat.InvalidOption):
+        fxremat.offload(layers_and_input()[0], **given)
+
+
+def test_through_inductor() -> None:
+    model, x = layers_and_input()
+    plain = copy.deepcopy(model)
+    plain(x).backward()
+    fxremat.offload(model)
+    budget = f"{full_peak(plain, x) // 2}B"
+    options = {**OPTIONS, "executor": "inductor", "variants": "none", "memory_budget": budget}
+    torch.compile(model, backend="fxremat", options=options)(x).backward()
+    found, expected = ([p.grad for p in one.parameters()] for one in (model, plain))
+    assert None not in found
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_gradients_of_a_tied_weight_are_added_before_they_leave() -> None:
+    torch.manual_seed(0)
+    model, index = Tied(), torch.arange(64) % 32
+    plain = copy.deepcopy(model)
+    plain(index).backward()
+    fxremat.offload(model)
+    torch.compile(model, backend="fxremat", options=OPTIONS)(index).backward()
+    found, expected = ([p.grad for p in one.parameters()] for one in (model, plain))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert all(one is not None and is_host(one) for one in found)
+    left = {move.value for move in fxremat.reports()[-1].plan.moves if move.kind == "to host"}
+    assert len(left) == 3
 
 
 # --- with a GPU ---------------------------------------------------------------------------

@@ -105,11 +105,6 @@ def test_a_product_is_added_to_an_operand_that_dies(golden: Golden) -> None:
     golden(str(found.module.graph))
 
 
-def test_nothing_to_do_gives_the_same_graph() -> None:
-    before = planned(lambda g: [g.relu(g.x)])
-    assert rewrite(before, 1) is before
-
-
 def batched(g: Graph) -> list[fx.Node]:
     a, b = g.view(g.x, 2, 2, 4), g.view(g.w, 2, 4, 2)
     return [g.call(aten.baddbmm.default, g.call(aten.bmm.default, a, b), a, b)]

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
 import fxremat
-from fxremat.backend import fxremat as backend
 from fxremat.compat.tensors import SPARSE, plain_tensors
 from fxremat.cost.workspaces import Workspaces
 from fxremat.memory.measured_peak import measure_call
@@ -27,35 +26,26 @@ pytestmark = pytest.mark.usefixtures("fresh")
 # --- inductor -----------------------------------------------------------------------------
 
 
-def test_budget_prediction_gradients_and_dropout() -> None:
+def test_budgets_predictions_gradients_with_dropout_and_caches() -> None:
+    """The same budget hits and still reports; another one never gets the cached graph."""
     model, x = seeded(lambda: Stack(1, dropout=0.2), 1024, 32)
-    other = copy.deepcopy(model)
-    budget = int(0.7 * fxremat.explain(model, x).store_all_peak_bytes)
-    options: dict[str, Any] = {"memory_budget": budget, "variants": "none"}
-    call = torch.compile(model, backend=backend, options=options)
-    peak = measured(model, call, (x,))
-    report = fxremat.reports()[-1]
-    assert report.recomputed
-    assert peak <= budget
-    assert abs(report.predicted_peak_bytes - peak) <= 0.01 * peak
+    other, full = copy.deepcopy(model), fxremat.explain(model, x).store_all_peak_bytes
+    plans = []
+    for fraction in (0.8, 0.8, 0.7):
+        torch._dynamo.reset()
+        budget = int(fraction * full)
+        call = compiled_by_fxremat(model, memory_budget=budget, variants="none")
+        peak, report = measured(model, call, (x,)), fxremat.reports()[-1]
+        assert report.recomputed
+        assert peak <= budget
+        assert abs(report.predicted_peak_bytes - peak) <= 0.01 * peak
+        plans.append(report)
+    assert [p.from_cache for p in plans] == [False, True, False]
+    assert plans[0].plan == plans[1].plan
     ours = train(model, x, call)
     theirs = train(other, x, torch.compile(other))
     for mine, its in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, its)
-
-
-def test_caches_know_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same budget hits and still reports; another one never gets the cached graph."""
-    model, x = seeded(lambda: Stack(1), 1024, 32)
-    full = fxremat.explain(model, x).store_all_peak_bytes
-    plans = []
-    for fraction in (0.8, 0.8, 0.7):
-        torch._dynamo.reset()
-        measured(model, compiled_by_fxremat(model, memory_budget=int(fraction * full)), (x,))
-        plans.append(fxremat.reports()[-1])
-    assert [p.from_cache for p in plans] == [False, True, False]
-    assert plans[0].plan == plans[1].plan
-    assert plans[2].predicted_peak_bytes <= 0.7 * full
 
 
 @pytest.mark.slow

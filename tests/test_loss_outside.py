@@ -13,10 +13,9 @@ from torch.nn import functional as F
 import fxremat
 from fxremat.compat.backward import backward_drops_gradients
 from fxremat.errors import BudgetExceeded
-from tests.end_to_end import Steps, least, warned
+from tests.end_to_end import QUICK, Steps, least, warned
 from tests.small import Block
 
-QUICK: dict[str, Any] = {"executor": "aot_eager", "solver": "greedy", "variants": "none"}
 ROWS, WIDTH, WORDS = 512, 64, 256
 
 pytestmark = pytest.mark.usefixtures("fresh_budgets")

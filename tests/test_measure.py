@@ -39,7 +39,10 @@ def steps() -> None:
 
 
 def test_peak_of_allocations_on_cpu() -> None:
+    """With what the function returns, while it runs."""
     assert measure_peak(steps) == MeasuredPeak(14_000, 0, 14_000, "cpu")
+    assert measure_peak(lambda: torch.empty(1000)).above_start_bytes == 4000
+    assert measure_peak(lambda: None).above_start_bytes == 0
 
 
 def test_events_are_taken_by_time_and_ties_as_recorded() -> None:
@@ -48,11 +51,6 @@ def test_events_are_taken_by_time_and_ties_as_recorded() -> None:
     assert _running_peak([(5, 10, "CPU"), (5, -10, "CPU"), (5, 20, "CPU")]) == 20
     assert _running_peak([(5, 10, "CPU"), (5, 20, "CPU"), (5, -10, "CPU")]) == 30
     assert _running_peak([(5, 10, "CPU"), (5, 20, "CUDA"), (6, 30, "CUDA")], "CUDA") == 50
-
-
-def test_what_the_function_returns_counts_while_it_runs() -> None:
-    assert measure_peak(lambda: torch.empty(1000)).above_start_bytes == 4000
-    assert measure_peak(lambda: None).above_start_bytes == 0
 
 
 def test_freeing_what_was_there_is_room_for_more() -> None:
@@ -99,11 +97,12 @@ MATRIX = torch.empty(10, 10)
         ((MATRIX, MATRIX.t(), MATRIX[2:], [MATRIX, {"again": MATRIX}]), 400),
         ((torch.empty(100)[:3],), 400),
         ((None, 3, "text", [2.0]), 0),
+        ((torch.empty(10), torch.empty(10, device="meta")), 40),
     ],
-    ids=["storages count once", "a view has all of its storage", "something else"],
+    ids=["storages count once", "a view has all of its storage", "something else", "elsewhere"],
 )
 def test_held_bytes(given: tuple[Any, ...], nbytes: int) -> None:
-    assert held_bytes(*given) == nbytes
+    assert held_bytes(*given, device="cpu") == nbytes
 
 
 def test_held_bytes_of_a_module_with_gradients() -> None:
@@ -122,11 +121,6 @@ def test_held_bytes_of_an_optimizer() -> None:
     optimizer.step()
     assert held_bytes(optimizer) == 4 * 400 + 4  # weight, gradient, two moments, step
     assert held_bytes(optimizer, weight) == held_bytes(optimizer)
-
-
-def test_held_bytes_of_a_device() -> None:
-    tensors = [torch.empty(10), torch.empty(10, device="meta")]
-    assert held_bytes(tensors, device="cpu") == 40
 
 
 def test_what_cannot_be_counted_or_measured() -> None:

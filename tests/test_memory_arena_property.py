@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tests.examples import examples
 from tests.placing import Small, trial
 
 
@@ -140,19 +141,16 @@ def run(small: Small, before: list[Tensor], deeds: list[str]) -> list[Tensor]:
     return loop.outcome()
 
 
-@pytest.mark.parametrize("reuse", [False, True])
-@settings(
-    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@examples(30)
 @given(
     st.sampled_from([(1, 16, True), (3, 16, False), (2, 32, True)]),
     st.lists(st.sampled_from(DEEDS), min_size=4, max_size=40),
 )
-def test_loops(reuse: bool, shape: tuple[int, int, bool], deeds: list[str]) -> None:
+def test_loops(shape: tuple[int, int, bool], deeds: list[str]) -> None:
     small, before = compiled(*shape)
     expected = run(small, before, deeds)
     with trial() as found:
-        found.record(small.step, small.model, reuse=reuse)
+        found.record(small.step, small.model)
         for found.arena.poison in (False, True):
             given = run(small, before, deeds)
             assert len(given) == len(expected)

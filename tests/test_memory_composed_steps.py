@@ -11,11 +11,9 @@ from hypothesis import strategies as st
 
 from benchmarks.allocator import most_requested
 from fxremat.core.events import Allocate, Backward, Event, Forward, Free, Given, Outside, RunEvents
-from fxremat.core.layout import CodeBuffer
 from fxremat.core.step import ALL_RESULTS, Interface, Order, Version
 from fxremat.memory import composed_steps
 from fxremat.memory.allocator import replay
-from fxremat.memory.allocator_settings import AllocatorSettings
 from fxremat.memory.composed_steps import outside_in_order, paired, repeated_outside
 from fxremat.sizes import MIB
 from fxremat.step.description import repeated_step
@@ -168,11 +166,8 @@ def test_sizes_are_paired_in_their_places_first() -> None:
 
 
 @st.composite
-def runs(draw: st.DrawFn, *, saves_result: bool = False) -> RunEvents:
-    """A part that gives what it is given: blocks that are saved, and that are not.
-
-    Its code asks for some of them itself.
-    """
+def runs(draw: st.DrawFn) -> RunEvents:
+    """A part that gives what it is given: blocks that are saved, and that are not."""
     sizes = st.integers(1, 1000)
     wide, weight = draw(sizes), draw(sizes)
     events: list[Event] = []
@@ -200,23 +195,13 @@ def runs(draw: st.DrawFn, *, saves_result: bool = False) -> RunEvents:
     events += [Free(name) for name in (*saved, *other)]
     first, second = gradients
     again = draw(st.booleans())
-    forward, backward = (
-        tuple(
-            CodeBuffer(event.name, (event.nbytes,), (1,), "torch.uint8", 1)
-            for event in half
-            if isinstance(event, Allocate) and draw(st.booleans())
-        )
-        for half in (events[:begun], events[begun + 1 :])
-    )
     return RunEvents(
         tuple(events[:begun]),
         tuple(events[begun + 1 :]),
         (Given(wide, own=True, again=again, gradient=first), Given(weight, gradient=second)),
         (result,),
-        (result,) if saves_result else (),
+        (result,) if draw(st.booleans()) else (),
         ((incoming, wide),),
-        forward,
-        backward,
     )
 
 
@@ -241,40 +226,16 @@ def part_of(run: RunEvents) -> Part:
 def test_the_peak_is_that_of_the_points(
     run: RunEvents, count: int, held: int, left: int | None
 ) -> None:
-    """To the byte; gradients that leave little behind are made before that is there."""
+    """To the byte; gradients that leave little behind are made before that is there.
+
+    Of a result that is saved, too, there is one: the figures of a version count it twice.
+    """
     seen = repeated_step(part_of(run), range(count), held, left)
     expected = seen.step().peak_bytes([0] * count)
     found = composed(repeated_outside(count, run, held, left), lambda _: run)
-    usage = replay(found)
-    requested = most_requested(found)
-    assert expected <= requested <= expected + (left or 0)
+    usage, requested = replay(found), most_requested(found)
+    assert run.again or expected <= requested
+    assert requested <= expected + (left or 0)
     blocks = sum(isinstance(event, Allocate) for event in found)
-    if (
-        usage.peak_reserved_bytes == 2 * MIB
-    ):  # of the smallest blocks: each takes a multiple of 512 bytes
+    if usage.peak_reserved_bytes == 2 * MIB:  # of small blocks alone: multiples of 512 bytes
         assert usage.peak_allocated_bytes <= requested + 512 * blocks
-
-
-@given(runs(), st.integers(1, 3))
-def test_the_arena_and_the_pools_hold_all_that_lives(run: RunEvents, count: int) -> None:
-    """Neither is too small for what lies there, and the pools have nothing that the arena has."""
-    found = repeated_step(part_of(run), range(count), 0).reserved([0] * count, AllocatorSettings())
-    assert found is not None
-    peak = most_requested(composed(repeated_outside(count, run, 0), lambda _: run))
-    assert found.layout.arena_bytes + found.pools.peak_allocated_bytes >= peak
-    asked = {one.block for one in (*run.forward_buffers, *run.backward_buffers)}
-    none = replace(run, forward_buffers=(), backward_buffers=())
-    alone = repeated_step(part_of(none), range(count), 0)
-    unplaced = alone.reserved([0] * count, AllocatorSettings())
-    assert unplaced is not None
-    assert unplaced.own.arena_bytes == 0
-    if not asked - {*run.results, run.inputs[0].gradient}:
-        assert found.nbytes == unplaced.nbytes
-
-
-@given(runs(saves_result=True), st.integers(1, 4))
-def test_what_two_hold_is_there_once(run: RunEvents, count: int) -> None:
-    """A result that is saved, too: the figures of a version count it twice."""
-    found = composed(repeated_outside(count, run, 0), lambda _: run)
-    expected = repeated_step(part_of(run), range(count), 0).step().peak_bytes([0] * count)
-    assert most_requested(found) <= expected

@@ -235,11 +235,6 @@ def test_a_refused_variable_is_named(variable: str, text: str) -> None:
         parse({variable: text})
 
 
-def test_the_process_environment_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FXREMAT_MEMORY_BUDGET", "3GiB")
-    assert parse_options({}, device_total_bytes=None).memory_budget == 3 * 2**30
-
-
 @pytest.mark.parametrize("asked", [False, True])
 def test_disabled(asked: bool) -> None:
     texts = ["1", "true", "YES", "on"] if asked else ["", "0", "false", "No", "off"]

@@ -274,35 +274,10 @@ def selected(problem: Problem, weights: dict[str, str | None], budget: int) -> S
     return select(problem, weights, budget, plan_for)
 
 
-def test_on_host_is_the_problem_with_weights_that_come_and_go() -> None:
-    problem, weights = resident(4)
-    moved = on_host(problem, weights)
-    assert {*moved.host} == {*weights, *filter(None, weights.values())}
-    assert validate(moved).resident == ()
-    assert moved.outputs == ("d0",)
-    some = on_host(problem, {"w1": "g1"})
-    assert some.host == ("w1", "g1")
-    assert some.resident == ("w0", "w2", "w3")
-    unread = replace(problem, ops=tuple(
-        replace(op, reads=tuple(r for r in op.reads if r != "w1")) for op in problem.ops
-    ))  # fmt: skip
-    assert on_host(unread, {"w1": None}).host == ()
-
-
 def test_much_work_for_few_bytes_comes_first() -> None:
     problem, weights = resident(3)
     ops = tuple(replace(op, time_us=99.0) if op.name == "b1" else op for op in problem.ops)
     assert ranked(replace(problem, ops=ops), weights)[0] == "w1"
-
-
-@pytest.mark.parametrize("part", [1.0, 0.7, 0.5, 0.4])
-def test_weights_move_until_the_budget_is_met(part: float) -> None:
-    problem, weights = resident(8)
-    budget = int(part * full_peak(problem))
-    chosen = selected(problem, weights, budget)
-    assert bool(chosen.weights) == (part < 1.0)
-    assert chosen.plan.peak_bytes <= budget
-    assert part < 1.0 or chosen.plan.time_us == problem.base_time_us
 
 
 def test_a_slow_link_moves_no_more_than_it_must() -> None:
@@ -313,13 +288,6 @@ def test_a_slow_link_moves_no_more_than_it_must() -> None:
     assert few.plan.peak_bytes <= budget
     everything = offload.quick(on_host(problem, weights), budget, SolverOptions())
     assert few.plan.time_us < everything.time_us
-
-
-def test_where_nothing_fits_the_least_peak_is_found() -> None:
-    problem, weights = resident(4)
-    chosen = selected(problem, weights, 1)
-    alone = offload.quick(replace(problem, copies=Copies(0.0, 0.0)), 1, SolverOptions())
-    assert chosen.plan.peak_bytes < alone.peak_bytes
 
 
 # --- parts --------------------------------------------------------------------------------

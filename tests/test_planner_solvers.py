@@ -35,6 +35,8 @@ THERE = [name for name in SOLVERS if name != "moccasin" or find_spec("ortools")]
 CHAINS_ONLY = ("pofo", "rotor", "rockmate")
 OPTIMAL_ON_CHAINS = ("moments", "checkmate")
 SHARE = 1e-9
+TINY = 5
+"""Ops, of which the greedy front is optimal."""
 
 
 def is_chain(problem: Problem) -> bool:
@@ -106,10 +108,10 @@ def test_on_one_chain_without_chance(name: str) -> None:
 # --- greedy -------------------------------------------------------------------------------
 
 
-@examples(25, suppress_health_check=list(HealthCheck))
-@given(problems().map(plain))
+@examples(50, suppress_health_check=list(HealthCheck))
+@given((problems(max_ops=TINY) | problems()).map(plain))
 def test_fronts(problem: Problem) -> None:
-    """Plans are what they claim, never better than the optimum; equal problems have equal ones."""
+    """Plans are what they claim, optimal if there are few ops; equal problems have equal ones."""
     plans = front(problem)
     for plan in plans:
         assert check(problem, plan.steps, plan.peak_bytes).ok
@@ -120,23 +122,13 @@ def test_fronts(problem: Problem) -> None:
         best = brute.least_time(problem, plan.peak_bytes)
         assert best is not None
         assert plan.time_us >= best[0] - 1e-9
+        assert len(problem.ops) > TINY or plan.time_us == pytest.approx(best[0])
     least, bound = brute.least_peak(problem), plans[-1].peak_bound_bytes
     assert bound is not None
     assert bound <= least <= plans[-1].peak_bytes
+    assert len(problem.ops) > TINY or bound == plans[-1].peak_bytes
     twin = Problem(**{field.name: getattr(problem, field.name) for field in fields(problem)})
     assert [plan.steps for plan in front(twin)] == [plan.steps for plan in plans]
-
-
-@examples(25, suppress_health_check=list(HealthCheck))
-@given(problems(max_ops=5).map(plain))
-def test_tiny_problems_are_solved_to_the_optimum(problem: Problem) -> None:
-    plans = front(problem)
-    for plan in plans:
-        best = brute.least_time(problem, plan.peak_bytes)
-        assert best is not None
-        assert plan.time_us == pytest.approx(best[0])
-    least = brute.least_peak(problem)
-    assert plans[-1].peak_bytes == least == plans[-1].peak_bound_bytes
 
 
 def test_one_value_only_is_written_over() -> None:

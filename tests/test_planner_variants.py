@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 
 from fxremat.core.check import check
 from fxremat.core.constants import ROUNDS
@@ -18,7 +17,7 @@ from fxremat.planner import SOLVERS, solve
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.indexed_problem import IndexedProblem
 from fxremat.planner.local import greedy
-from fxremat.planner.local.stage_schedule import StageSchedule, steps_of
+from fxremat.planner.local.stage_schedule import StageSchedule
 from fxremat.planner.milp import moments
 from fxremat.planner.milp.highs import Milp
 from fxremat.planner.milp.relaxation import Relaxation, extra_runs_for
@@ -28,7 +27,7 @@ from fxremat.planner.variants.choice_milp import ChoiceMilp
 from tests.brute import least_time
 from tests.chains import LOSS_PROBLEM, growing_chain
 from tests.examples import examples
-from tests.strategies import problems, problems_with_variants
+from tests.strategies import problems_with_variants
 
 NO_LIMIT = SolverOptions()
 
@@ -212,21 +211,6 @@ def relaxation(problem: Problem, budget: int, *stages: int) -> Relaxation:
     return Relaxation(model, budget, sorted({*stages}))
 
 
-@examples(40)
-@given(problems(max_ops=6), st.data())
-def test_no_schedule_within_the_budget_is_faster_than_the_bound(
-    problem: Problem, data: st.DataObject
-) -> None:
-    budget = data.draw(st.integers(0, store_all_peak(problem)))
-    count = len(problem.ops)
-    stages = data.draw(st.sets(st.integers(0, count - 1), min_size=1, max_size=count))
-    found = relaxation(problem, budget, *stages)
-    bound = found.time_bound_us(found.solve(NO_TIME_LIMIT))
-    best = least_time(problem, budget)
-    if best is not None:
-        assert bound <= best[0] * (1 + 1e-9)
-
-
 def test_bytes_of_runs_between_neighbouring_moments_count() -> None:
     """Without c the op "peak" fits, but c comes from a value that has no room beside w."""
     values = [Value("a", 1), Value("big", 50), Value("c", 10), Value("w", 30), Value("p", 0)]
@@ -277,17 +261,6 @@ def test_what_is_written_over_and_read_later_runs_again() -> None:
             assert solution.values is None
         else:
             assert solution.objective / choice.per_us == pytest.approx(again), budget
-
-
-@examples(40)
-@given(problems(max_ops=7), st.data())
-def test_whatever_is_held_the_schedule_is_possible(problem: Problem, data: st.DataObject) -> None:
-    model = IndexedProblem(problem)
-    stages = st.integers(0, model.n - 1)
-    values = st.sets(st.integers(0, max(0, len(model.bytes) - 1)))
-    held = data.draw(st.dictionaries(stages, values, max_size=3))
-    steps = model.names(steps_of(model.n, extra_runs_for(model, held)))
-    assert check(problem, steps).ok
 
 
 @pytest.mark.parametrize("percent", [70, 45, 33])

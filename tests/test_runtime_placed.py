@@ -14,10 +14,8 @@ import torch
 from fxremat.core.layout import CodeBuffer, HalfLayout, RunLayout, StepLayout
 from fxremat.memory.arena import Arena, PlacedRun
 from fxremat.runtime.placed import (
-    backward_at_places,
     empty_strided_cpu,
     empty_strided_cuda,
-    set_places_of_backward,
 )
 from tests.placing import PoisonedArena, run_at
 
@@ -54,20 +52,6 @@ def where(run: PlacedRun, *tensors: torch.Tensor) -> list[int | None]:
     assert block is not None
     offsets = [tensor.data_ptr() - block.data_ptr() for tensor in tensors]
     return [at // KIB if 0 <= at < block.nbytes else None for at in offsets]
-
-
-def test_buffers_lie_where_they_are_planned() -> None:
-    run = placed(half(3, None, 0))
-    found = run_at(run.forward, lambda: [ask() for _ in range(4)])
-    assert where(run, *found) == [3, None, 0, None]
-    assert [one.untyped_storage().nbytes() for one in found] == [KIB] * 4
-
-
-def test_code_without_places_asks_torch() -> None:
-    run = placed(half(0))
-    run_at(run.forward, list)
-    assert where(run, ask()) == [None]
-    assert where(run, *run_at(None, lambda: [ask()])) == [None]
 
 
 def test_places_are_those_of_one_thread() -> None:
@@ -242,48 +226,3 @@ def test_dead_memory_is_poisoned() -> None:
     assert block[:KIB].view(torch.float32).eq(1).all()
     assert block[KIB:].view(torch.float32).isnan().all()
     assert first.sum() == 256
-
-
-class _Code(torch.autograd.Function):
-    """Saves one buffer, and has two in its backward, of which the second takes its place."""
-
-    @staticmethod
-    def forward(ctx: Any, run: PlacedRun, x: torch.Tensor) -> torch.Tensor:
-        saved = run_at(run.forward, lambda: ask().fill_(1))
-        ctx.save_for_backward(saved)
-        return x.sum()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        args = [*ctx.saved_tensors]
-        if not torch._C._autograd._get_current_graph_task_keep_graph():
-            ctx.maybe_clear_saved_tensors()
-
-        def code(args: list[torch.Tensor]) -> list[torch.Tensor]:
-            (saved,) = args
-            args.clear()
-            first = ask().copy_(saved)
-            del saved
-            return [first, ask().fill_(2)]
-
-        seen.append(backward_at_places(code)(args))
-        return None, gradient.expand(8)
-
-
-seen: list[list[torch.Tensor]] = []
-
-
-@pytest.mark.parametrize("keep", [False, True])
-def test_a_backward_takes_the_place_of_what_was_saved_unless_it_is_kept(keep: bool) -> None:
-    seen.clear()
-    run = placed(half(0, outlive=(0,)), half(1, 0))
-    x = torch.ones(8, requires_grad=True)
-    code: Any = _Code
-    result = code.apply(run, x)
-    set_places_of_backward(result.grad_fn, run.backward)
-    if keep:
-        result.backward(retain_graph=True)
-        assert where(run, *seen.pop()) == [1, None]
-    result.backward()
-    assert where(run, *seen[-1]) == [1, 0]
-    assert [one[0].item() for one in seen[-1]] == [1, 2]

@@ -10,22 +10,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx, nn
-from torch._dynamo.exc import BackendCompilerFailed
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fxremat
 from fxremat.compat.joint_graph import REPEATABLE, is_pure_attention
 from fxremat.cost import second_runs
-from fxremat.sizes import MIB
-from fxremat.step import scope
 from tests import end_to_end, kernels
+from tests.end_to_end import QUICK
 from tests.graphs import Net
 from tests.nets import triple
-from tests.ranks import least_named
 
 pytestmark = pytest.mark.usefixtures("fresh_budgets")
 
-QUICK: dict[str, Any] = {"executor": "aot_eager", "solver": "greedy", "variants": "none"}
 CPU = torch.device("cpu")
 
 
@@ -108,19 +104,6 @@ def test_flex_attention_may_run_again_unless_it_draws() -> None:
     assert not is_pure_attention(attention_node(dropped))
 
 
-def least_of(model: nn.Module, batch: tuple[Tensor, ...]) -> int:
-    with pytest.raises(BackendCompilerFailed) as refused:
-        compiled(model, MIB)(*batch)
-    torch._dynamo.reset()
-    scope.forget()
-    return least_named(refused.value)
-
-
-def compiled(model: nn.Module, budget: int) -> Any:
-    options = {**QUICK, "memory_budget": budget}
-    return torch.compile(copy.deepcopy(model), backend="fxremat", options=options)
-
-
 def test_kernels_of_others_need_no_more_than_those_of_torch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -129,18 +112,18 @@ def test_kernels_of_others_need_no_more_than_those_of_torch(
     torch.manual_seed(0)
     theirs = kernels.Transformer(kernels.THEIRS)
     own = kernels.Transformer(kernels.TORCHS)
-    least = least_of(theirs, batch)
-    assert least <= least_of(own, batch)
+    least = end_to_end.least(theirs, batch, **QUICK)
+    assert least <= end_to_end.least(own, batch, **QUICK)
     with monkeypatch.context() as patch:
         patch.setattr(second_runs, "is_a_rank", lambda: True)
-        assert least < 0.8 * least_of(theirs, batch)  # if each of them runs once
-    function = compiled(theirs, least)
-    function(*batch).backward()
+        assert least < 0.8 * end_to_end.least(theirs, batch, **QUICK)  # if each runs once
+    mine, how = copy.deepcopy(theirs), {**QUICK, "memory_budget": least}
+    torch.compile(mine, backend="fxremat", options=how)(*batch).backward()
     expected = torch.compile(theirs, backend="aot_eager")
     expected(*batch).backward()
-    for mine, plain in zip(function.parameters(), theirs.parameters(), strict=True):
+    for one, plain in zip(mine.parameters(), theirs.parameters(), strict=True):
         assert plain.grad is not None
-        assert torch.equal(mine.grad, plain.grad)
+        assert torch.equal(one.grad, plain.grad)  # type: ignore[arg-type]
 
 
 # --- repeatable ---------------------------------------------------------------------------

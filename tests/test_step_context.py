@@ -20,9 +20,10 @@ from fxremat.step import context, scope
 from fxremat.step import scope as scopes
 from fxremat.step.description import StepDescription, repeated_step
 from fxremat.step.versions import Offer, Part, followed_by
-from tests.end_to_end import Steps
+from tests.end_to_end import QUICK
 from tests.ranks import Blocks
 from tests.small import Block, Stack, seeded
+from tests.test_step_watched import Case
 
 pytestmark = pytest.mark.usefixtures("fresh_budgets")
 
@@ -84,17 +85,6 @@ def test_what_lies_around_is_not_kept_alive() -> None:
     del model
     gc.collect()
     assert all(tensor() is None for tensor in found.others)
-
-
-@pytest.mark.parametrize(("incoming", "held"), [(4, 4), (50, 0)])
-def test_the_gradient_of_a_loss_stays_until_all_have_gone_backward(
-    incoming: int, held: int
-) -> None:
-    """Whoever calls backward holds it; another gradient is the graph's alone."""
-    block, last = Interface(100, 100, 50, 50, 10), Interface(50, 50, incoming, incoming, 0)
-    points = in_order([block, last], [0, 1], last_first(2), 1000)
-    backward = [one.outside_bytes for one in points if one.phase == "backward"]
-    assert backward == [1000 + incoming, 1000 + held + 50]
 
 
 def part_of(given: int) -> Part:
@@ -185,28 +175,16 @@ def test_both_halves_have_the_limit_of_the_higher_where_the_other_has_room(
 
 
 BUDGET = "6MiB"
-OPTIONS: dict[str, Any] = {
-    "memory_budget": BUDGET, "solver": "greedy", "variants": "none", "arena": True,
-}  # fmt: skip
+OPTIONS: dict[str, Any] = {"executor": "inductor", "memory_budget": BUDGET, "arena": True}
 
 
-class Trained(Steps):
-    """A model, its inputs, and the loss of it compiled within a budget."""
+class Trained(Case):
+    """Blocks and their loss, compiled within a budget; graphs lie in an arena."""
 
-    def __init__(self, budget: str = BUDGET) -> None:
-        torch.manual_seed(0)
-        self.model = nn.Sequential(*(Block(64) for _ in range(4)))
-        self.x = torch.randn(1024, 64)
-        given = {**OPTIONS, "memory_budget": budget}
+    def __init__(self) -> None:
+        super().__init__(loss_outside=False)
         self.models, self.given = (self.model,), (self.x,)
-        self.call: Any = torch.compile(self.loss, backend="fxremat", options=given)
-
-    def loss(self, x: Tensor) -> Tensor:
-        found: Tensor = self.model(x).square().mean()
-        return found
-
-    def run(self) -> None:
-        self.call(self.x).backward()
+        self.compile(**OPTIONS)
 
     def evaluate(self) -> Tensor:
         with torch.no_grad():
@@ -241,7 +219,8 @@ def test_the_peak_is_as_predicted_with_the_arena_held() -> None:
 def test_graphs_of_two_shapes_have_the_arena_in_turn() -> None:
     """Where they would keep too much together, each gives back all that it has to the next."""
     trained = Trained()
-    trained.call = torch.compile(trained.loss, backend="fxremat", options=OPTIONS, dynamic=False)
+    how = {**QUICK, **OPTIONS}
+    trained.call = torch.compile(trained.whole, backend="fxremat", options=how, dynamic=False)
     whole, half = trained.x, trained.x[:512].clone()
 
     def steps(x: Tensor) -> tuple[list[Tensor], int]:
@@ -283,7 +262,7 @@ def test_an_evaluation_has_the_bytes_of_the_arena() -> None:
 
 def test_gradients_that_live_on_are_planned_for_before_the_forward() -> None:
     """Two micro-batches: the budget is kept from the first iteration on that has both."""
-    trained = Trained("6MiB")
+    trained = Trained()
 
     def iteration() -> None:
         trained.step()
@@ -306,7 +285,6 @@ def test_gradients_that_live_on_are_planned_for_before_the_forward() -> None:
 # --- scope --------------------------------------------------------------------------------
 
 
-QUICK: dict[str, Any] = {"executor": "aot_eager", "solver": "greedy"}
 SHARED = "64MiB"
 
 

@@ -22,12 +22,11 @@ from fxremat.step import graph as step_graph
 from fxremat.step import scope
 from fxremat.step.graph import Graph
 from fxremat.step.versions import Part, part_on_all_ranks
-from tests.end_to_end import Steps
+from tests.end_to_end import QUICK, Steps
 from tests.graphs import Net
 from tests.ranks import least_named
 from tests.small import Block, Language
 
-QUICK: dict[str, Any] = {"executor": "aot_eager", "solver": "greedy", "variants": "none"}
 PLAIN: dict[str, Any] = {"backend": "aot_eager"}
 WORDS = 500
 
@@ -350,15 +349,6 @@ def test_what_checkpoints_hold_is_counted_once_however_often_it_was_seen() -> No
     assert len(set(held)) == 1
 
 
-@pytest.mark.parametrize("checkpointed", [False, True])
-def test_blocks_that_a_function_calls_are_refused_with_a_true_least(checkpointed: bool) -> None:
-    case = called_by_a_function(checkpointed)
-    least = case.least(MIB)
-    weights = sum(p.nbytes for model in case.models for p in model.parameters())
-    assert least > 2 * weights
-    assert case.refused(least) is None
-
-
 def test_a_graph_that_runs_again_after_its_backward_is_planned_with_the_others() -> None:
     """The least is known when all runs are: weights that two graphs share have one gradient."""
     case = adversaries()
@@ -426,7 +416,17 @@ def logits_held() -> Case:
     return two_breaks(partial(HeadApart, 2, head_and_loss=False))
 
 
-@pytest.mark.parametrize("make", [two_breaks, parts_apart, eager_between, logits_held])
+@pytest.mark.parametrize(
+    "make",
+    [
+        two_breaks,
+        parts_apart,
+        eager_between,
+        logits_held,
+        partial(called_by_a_function, False),
+        partial(called_by_a_function, True),
+    ],
+)
 def test_the_least_that_is_named_is_that_of_all_graphs_however_little_was_asked_for(
     make: Callable[[], Case],
 ) -> None:

@@ -15,11 +15,10 @@ import fxremat
 from fxremat.compile import session
 from fxremat.options import Options
 from fxremat.step import preparation as preparing
-from tests.end_to_end import Steps, measured
+from tests.end_to_end import QUICK, Steps, measured
 from tests.graphs import Net
 from tests.small import Block
 
-QUICK: dict[str, Any] = {"executor": "aot_eager", "solver": "greedy", "variants": "none"}
 PLAIN: dict[str, Any] = {"backend": "aot_eager"}
 WORDS = 600
 
@@ -125,10 +124,19 @@ PARTS = [compile_blocks, wrap_blocks, compile_nothing]
 def test_budgets_are_kept_and_gradients_stay(
     compile_parts: Callable[[nn.Module], None], inside: bool
 ) -> None:
-    """At 80 % of what the plain step takes, and at the least that is named."""
+    """At 80 % of what the plain step takes, and at the least that is named.
+
+    Where it is refused the model is left as it was.
+    """
     case = Case(compile_parts, inside=inside)
+    before = dict(case.model.named_parameters())
+    compiled = [block._compiled_call_impl for block in blocks_of(case.model)]
     with pytest.raises(fxremat.InfeasibleBudget) as refused:
         case.prepare(1 << 20)
+    assert all(one is before[name] for name, one in case.model.named_parameters())
+    assert [block._compiled_call_impl for block in blocks_of(case.model)] == compiled
+    assert all(p.grad is None for p in case.model.parameters())
+    case.step()
     least = refused.value.minimum_bytes
     assert least is not None
     for budget in (case.plain_peak * 8 // 10, least):
@@ -204,18 +212,6 @@ def test_blocks_move_what_they_save_to_the_host_where_that_is_faster() -> None:
     assert measured == pytest.approx(reports[-1].step_peak_bytes, rel=0.01)
     assert any(report.moved for report in reports)
     assert not any(report.recomputed for report in reports)
-
-
-def test_the_model_is_left_as_it_was_when_it_is_refused() -> None:
-    case = Case(compile_blocks, inside=True)
-    before = dict(case.model.named_parameters())
-    compiled = [block._compiled_call_impl for block in blocks_of(case.model)]
-    with pytest.raises(fxremat.InfeasibleBudget):
-        case.prepare(1 << 20)
-    assert all(one is before[name] for name, one in case.model.named_parameters())
-    assert [block._compiled_call_impl for block in blocks_of(case.model)] == compiled
-    assert all(p.grad is None for p in case.model.parameters())
-    case.step()
 
 
 def test_a_model_without_a_loss_is_told_what_to_give() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +13,6 @@ import pytest
 import torch
 
 import fxremat
-from benchmarks.allocator import most_requested
 from fxremat.compat.absent.pretending import fake_cuda
 from fxremat.compile.request import Budget, Request
 from fxremat.core.events import Allocate, Backward, Event, Forward, Free, Given, Outside, RunEvents
@@ -32,6 +31,7 @@ from fxremat.step.runs import GraphInStep
 from fxremat.step.scope import BudgetScope
 from fxremat.step.versions import Offer, Part
 from tests.small import Chain
+from tests.test_memory_composed_steps import part_of
 
 HERE = torch.device("cpu")
 RUNS = 4
@@ -70,28 +70,16 @@ def events_of(saved: tuple[int, ...], again: int) -> RunEvents:
     )
 
 
-def figures(events: RunEvents, time_us: float) -> Version:
-    """Of a version with these events."""
-    first = most_requested(events.forward)
-    both = most_requested((*events.forward, *events.backward))
-    sizes = events.sizes()
-    live = {e.name for e in events.forward if isinstance(e, Allocate)}
-    live -= {e.name for e in events.forward if isinstance(e, Free)}
-    held = WIDE if events.inputs[0].again else 0
-    saved = sum(map(sizes.__getitem__, live)) - WIDE + held
-    return Version(time_us, saved, first, both - WIDE + held)
-
-
 def offer(time_us: float, saved: tuple[int, ...], again: int) -> Offer:
     """Of what a dry run counted, without what was seen then."""
-    version = figures(events_of(saved, again), time_us)
+    version = replace(part_of(events_of(saved, again)).offers[0].version, time_us=time_us)
     return Offer(version, max(version.forward_bytes, version.backward_bytes), 0)
 
 
 WAYS = {(31, 30, 33): 0, (31,): 2, (7,): 3}
 """What is saved, and how many blocks are computed again: from the fastest to the least."""
 OFFERS = tuple(offer(100.0 + 10 * n, saved, n) for n, (saved, _) in enumerate(WAYS.items()))
-PART = Part(Interface(WIDE + 4 * MIB, WIDE, WIDE, WIDE, 4 * MIB), OFFERS)
+PART = replace(part_of(events_of((), 0)), offers=OFFERS)
 
 
 def outside_of(runs: int) -> Iterator[Outside]:

@@ -19,11 +19,10 @@ from fxremat.memory.watched_steps import WATCHED_STEPS, StepWatch
 from fxremat.sizes import MIB, parse_bytes
 from fxremat.step import scope
 from fxremat.step.promise import Observed
-from tests.end_to_end import Steps, warned
+from tests.end_to_end import QUICK, Steps, warned
 from tests.small import Block
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-QUICK: dict[str, Any] = {"executor": "aot_eager", "solver": "greedy", "variants": "none"}
 WORDS = 4000
 
 

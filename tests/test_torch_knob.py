@@ -15,9 +15,7 @@ from torch._inductor import config as inductor_config
 from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fxremat.compat.joint_graph import user_tag
-from fxremat.passes.halves import RECOMPUTED
-from fxremat.passes.joint_graph import Role, is_view, read_joint_graph, root
+from fxremat.passes.joint_graph import Role, read_joint_graph, root
 from fxremat.passes.user_tags import ProtectMutatedInputs
 from tests import graphs, nets
 from tests.conftest import Golden
@@ -136,51 +134,9 @@ def saved(seen: graphs.Capture) -> set[str]:
     return {n.name for n in seen.rewritten.saved if n.op != "placeholder"}
 
 
-def tagged(seen: graphs.Capture, tag: str) -> set[str]:
-    """Names of the nodes of the forward with a policy, views aside."""
-    return {
-        n.name
-        for n in seen.joint.module.graph.nodes
-        if user_tag(n) == tag and not is_view(n) and seen.joint.role[n] is Role.FORWARD
-    }
-
-
 def test_backward_of_a_block_that_must_be_recomputed(golden: Golden) -> None:
     model = nets.checkpointed(graphs.mlp(8, 1), nets.save_nothing)
     golden(graphs.capture(model, [graphs.batch(4, 8)]).backward.code.strip())
-
-
-def test_plain_checkpoint_leaves_the_choice_to_the_planner() -> None:
-    """Its tag is a preference: with room for all, nothing is run again; else anything may be."""
-    kept = nets.traced("checkpoint")
-    assert {"gelu", "addmm_1"} <= saved(kept)
-    again = graphs.capture(*nets.make("checkpoint"), graphs.everything_again)
-    assert not saved(again) & {"gelu", "addmm_1"}
-
-
-@pytest.mark.parametrize("name", ["save addmms", "save nothing"])
-def test_must_recompute_is_not_saved_but_copied_for_the_backward(name: str) -> None:
-    seen = nets.traced(name)
-    told = {n for n in tagged(seen, "MUST_RECOMPUTE")
-            if "dropout" not in n and "getitem" not in n}  # fmt: skip
-    assert told
-    assert not told & saved(seen)
-    copies = [n for n in seen.joint.module.graph.nodes if n.name.endswith(RECOMPUTED)]
-    assert copies
-    assert all(seen.joint.role[n] is Role.LAZY for n in copies)
-    assert not any(user_tag(n) for n in copies)
-
-
-@pytest.mark.parametrize("name", ["save addmms", "save everything"])
-def test_must_save_is_never_copied(name: str) -> None:
-    seen = graphs.capture(*nets.make(name), graphs.everything_again)
-    told = tagged(seen, "MUST_SAVE")
-    assert told
-    names = {n.name.split(RECOMPUTED)[0]
-             for n in seen.rewritten.module.graph.nodes if RECOMPUTED in n.name}  # fmt: skip
-    assert not told & names
-    read = {n.name for n in seen.backward.graph.nodes if n.op == "placeholder"}
-    assert {t for t in told if t in read} <= saved(seen)
 
 
 def test_calls_with_several_results_under_must_recompute() -> None:
@@ -201,16 +157,17 @@ def test_calls_with_several_results_under_must_recompute() -> None:
         (CheckpointPolicy.PREFER_SAVE, True, False),
         (CheckpointPolicy.PREFER_RECOMPUTE, True, False),
         (CheckpointPolicy.MUST_RECOMPUTE, False, False),
+        (None, True, False),  # a checkpoint without a policy
     ],
 )
 def test_each_policy_holds_for_ops_of_torch_and_of_others(
-    policy: CheckpointPolicy, saved_with_room: bool, saved_without: bool
+    policy: CheckpointPolicy | None, saved_with_room: bool, saved_without: bool
 ) -> None:
     """A must is obeyed whatever the budget is; a preference leaves the choice to the planner."""
     middle = nn.Sequential(
         graphs.linear(), graphs.Net(lambda _, x: nets.triple(x)), nn.GELU(), nn.Sigmoid()
     )
-    model = nets.checkpointed(middle, lambda *_, **__: policy)
+    model = nets.checkpointed(middle, None if policy is None else lambda *_, **__: policy)
     with_room = graphs.capture(model, [graphs.batch(4, 8)])
     without = graphs.capture(model, [graphs.batch(4, 8)], graphs.everything_again)
     for seen, expected in ((with_room, saved_with_room), (without, saved_without)):
@@ -255,7 +212,10 @@ def test_the_backward_reads_a_clone_of_what_the_step_overwrites(fused: bool) -> 
 
 def test_a_clone_stays_in_the_forward_even_if_only_the_backward_reads_it() -> None:
     """Else it would be made after the buffer has been overwritten."""
-    joint = without_clone(graphs.capture(*nets.make("old buffer")))
+    joint = graphs.capture(*nets.make("old buffer")).joint
+    for clone in graphs.calls(joint.module.graph, ATEN.clone):
+        graphs.replaced(clone, clone.all_input_nodes[0])
+    joint = read_joint_graph(joint.module, joint.num_forward_outputs)
     (source,) = joint.mutated
     for user in list(source.users):
         if joint.role[user] is Role.FORWARD and "copy_" not in user.name:

@@ -19,13 +19,13 @@ from torch.nn import functional as F
 import fxremat
 from fxremat.runtime.unsent_gradients import unsent_results, written_inputs
 from fxremat.sizes import MIB
+from tests.end_to_end import QUICK
 from tests.graphs import Net
 from tests.ranks import least_named
 from tests.small import Block
 
 pytestmark = pytest.mark.usefixtures("fresh")
 
-QUICK: dict[str, Any] = {"executor": "aot_eager", "solver": "greedy", "variants": "none"}
 WORDS = 1000
 
 

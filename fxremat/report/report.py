@@ -246,8 +246,11 @@ class Report:
     predicted_peak_bytes = _Shortcut(lambda report: report.memory.predicted_peak_bytes)
     predicted_reserved_bytes = _Shortcut(lambda report: report.memory.predicted_reserved_bytes)
     counted_peak_bytes = _Shortcut(lambda report: report.memory.counted_peak_bytes)
+    fragmentation_bytes = _Shortcut(lambda report: report.memory.fragmentation_bytes)
     minimum_peak_bytes = _Shortcut(lambda report: report.memory.minimum_peak_bytes)
+    arena_bytes = _Shortcut(lambda report: report.memory.own.arena_bytes)
     tuning_bytes = _Shortcut(lambda report: report.memory.tuning_bytes)
+    host_peak_bytes = _Shortcut(lambda report: report.memory.host_peak_bytes)
     count = _Shortcut(lambda report: report.memory.count)
     saved = _Shortcut(lambda report: report.values.saved)
     recomputed = _Shortcut(lambda report: report.values.recomputed)
@@ -258,6 +261,7 @@ class Report:
     lifetimes = _Shortcut(lambda report: report.step.lifetimes)
     nodes = _Shortcut(lambda report: report.provenance.nodes)
     order = _Shortcut(lambda report: report.provenance.order)
+    dry_runs = _Shortcut(lambda report: report.provenance.dry_runs)
     seconds = _Shortcut(lambda report: report.provenance.seconds)
 
     @property
