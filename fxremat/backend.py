@@ -21,7 +21,6 @@ from fxremat.compat.configuration import inductor_patches
 from fxremat.compat.dynamo import (
     calling_modules,
     checkpointed_regions,
-    copy_as_given,
     current_compilation,
     inline_regions,
     modules_compiled_by,
@@ -31,6 +30,7 @@ from fxremat.compat.dynamo import (
     unwrapped,
 )
 from fxremat.compat.inductor.lowered_ahead import forget_lowered
+from fxremat.compat.joint_graph import copy_as_given
 from fxremat.compat.optimizers import note_optimizers
 from fxremat.compat.ranks import is_a_rank, ranks_together
 from fxremat.compat.tensors import places_in_joint

@@ -9,11 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
+import fxremat
 from fxremat.compat.configuration import cache_directory
 from fxremat.compile.request import Request
 from fxremat.step.graph import CompiledVersion, Graph
 from fxremat.step.versions import KnownVersions
+from tests import test_step_planned
 from tests.test_step_planned import Case, TwoBreaks, blocks, eager_between, two_breaks
+
+INDUCTOR = {"solver": "greedy", "variants": "none", "op_times": "roofline"}
 
 pytestmark = [
     pytest.mark.usefixtures("fresh"),
@@ -64,6 +68,19 @@ def test_later_runs_begin_with_the_plan_of_the_whole_step(
     assert case.kept(budget) == before
     assert len(compiled) == graphs < len(asked)
     assert set(compiled) <= set(asked)
+
+
+def test_torchs_cache_answers_for_what_was_compiled_in_a_later_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Graphs that are compiled again outside of Dynamo are to it those that Dynamo gives."""
+    monkeypatch.setattr(test_step_planned, "QUICK", INDUCTOR)
+    case = two_breaks()
+    budget = case.budget(80)
+    before = case.kept(budget)
+    assert len(fxremat.reports()) > 3
+    assert case.kept(budget) == before
+    assert [report.from_cache for report in fxremat.reports()] == [True] * 3
 
 
 def test_a_step_that_goes_on_otherwise_than_before_is_planned_anew(compiled: list[Request]) -> None:

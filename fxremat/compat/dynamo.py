@@ -28,8 +28,6 @@ from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import counters, get_compilation_metrics, get_optimize_ddp_mode
 from torch._guards import CompileContext
 
-from fxremat.compat.joint_graph import copy_module
-
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
 
@@ -285,25 +283,6 @@ def takes_gradients(gm: fx.GraphModule) -> bool:
     """Whether a Dynamo graph takes gradients itself, by `torch.func.grad` or `torch.func.vjp`."""
     names = (getattr(node.target, "__name__", "") for node in _all_nodes(gm))
     return "_grad_increment_nesting" in names
-
-
-def copy_as_given(gm: fx.GraphModule) -> fx.GraphModule:
-    """A copy of a graph that Dynamo gave, with where its inputs come from.
-
-    AOTAutograd takes inputs for parameters by that, and its cache knows the graph by that.
-    """
-    copies = dict[fx.Node, fx.Node]()
-    copied = copy_module(gm, copies)
-    copied.meta = dict(gm.meta)
-    for node in gm.graph.find_nodes(op="placeholder"):
-        if hasattr(node, _SOURCE):
-            setattr(copies[node], _SOURCE, getattr(node, _SOURCE))
-    if hasattr(gm, _SOURCES):
-        setattr(copied, _SOURCES, getattr(gm, _SOURCES))
-    return copied
-
-
-_SOURCE, _SOURCES = "_dynamo_source", "_param_name_to_source"
 
 
 def inline_regions(gm: fx.GraphModule) -> fx.GraphModule:

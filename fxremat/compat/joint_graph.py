@@ -137,6 +137,25 @@ def copy_module(
     return module_of(module, graph)
 
 
+def copy_as_given(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy of a graph that Dynamo gave, with where its inputs come from.
+
+    AOTAutograd takes inputs for parameters by that, and its cache knows the graph by that.
+    """
+    copies = dict[fx.Node, fx.Node]()
+    copied = copy_module(gm, copies)
+    copied.meta = dict(gm.meta)
+    for node in gm.graph.find_nodes(op="placeholder"):
+        if hasattr(node, _SOURCE):
+            setattr(copies[node], _SOURCE, getattr(node, _SOURCE))
+    if hasattr(gm, _SOURCES):
+        setattr(copied, _SOURCES, getattr(gm, _SOURCES))
+    return copied
+
+
+_SOURCE, _SOURCES = "_dynamo_source", "_param_name_to_source"
+
+
 _DONATED = "_donated"
 _is_opaque: Any = getattr(_partitioners, "is_opaque_node", lambda node: False)
 """Whether a node is an object that is neither tensor nor number (torch 2.13 and later)."""

@@ -249,6 +249,7 @@ class Report:
     fragmentation_bytes = _Shortcut(lambda report: report.memory.fragmentation_bytes)
     minimum_peak_bytes = _Shortcut(lambda report: report.memory.minimum_peak_bytes)
     arena_bytes = _Shortcut(lambda report: report.memory.own.arena_bytes)
+    pool_bytes = _Shortcut(lambda report: report.memory.own.pool_bytes)
     tuning_bytes = _Shortcut(lambda report: report.memory.tuning_bytes)
     host_peak_bytes = _Shortcut(lambda report: report.memory.host_peak_bytes)
     count = _Shortcut(lambda report: report.memory.count)
