@@ -70,14 +70,14 @@ class PassStep:
 
 def in_place(
     by: type[Pass],
-    rights: Rights,
+    rights: Rights | None = None,
     *,
     told_outputs: bool = False,
     when: Callable[[Request], bool] = lambda request: True,
 ) -> PassStep:
     """Runs a pass in place on the joint graph; it may be told how many outputs the forward has.
 
-    It is verified to do nothing beyond its ``rights``.
+    It is verified to do nothing beyond its ``rights``, if these are said.
     """
     makes: Callable[..., Pass] = by
 
@@ -85,7 +85,7 @@ def in_place(
         run(makes(draft.num_forward_outputs) if told_outputs else makes(), draft.module)
         return draft
 
-    return PassStep(run_on, verification.prepared(by, rights), when)
+    return PassStep(run_on, None if rights is None else verification.prepared(by, rights), when)
 
 
 def mark(draft: Draft, costs: CostModel, run: RunPass) -> Draft:

@@ -310,10 +310,10 @@ class StepDescription:
         self.offer(part, offered)
         return None
 
-    def known(self, part: int, of_run: tuple[int, ...]) -> KnownVersions:
+    def known(self, part: int, of_run: tuple[int, ...], beside: int) -> KnownVersions:
         """What is kept of the runs of a part for later runs of the program."""
         places = tuple(self.place_of[run] for run in self.runs_of(part))
-        return KnownVersions(self.digest, self.parts[part].offers, of_run, places)
+        return KnownVersions(self.digest, self.parts[part].offers, of_run, places, beside)
 
     def as_before(
         self, part: int, known: KnownVersions, most_bytes: int | None, make: Make

@@ -72,6 +72,8 @@ class GraphInStep:
     one_layout: StepLayout | None = None
     as_before: str = ""
     """The step that it began as a part of, as that was when the program ran before."""
+    beside: int = 0
+    """Bytes that were held when it was asked for its versions."""
 
     def compiled(self) -> RunVersions | None:
         """The versions for the first runs; None where no run will wait, or nothing is planned.
@@ -289,13 +291,12 @@ class GraphInStep:
     def _alone_as_before(self) -> tuple[Request, CompiledVersion] | None:
         """What it was when the program ran before, where all that waits is as it was then."""
         known = self._known_before
-        if known is None or len(known.of_run) > 1:
-            return None
-        with suppress(InfeasibleBudget):
-            request = known.offers[0].asked(self.request, whole=self._knows_whole)
-            found = self.graph.compile(request)
-            self.as_before = known.step
-            return request, found
+        if known and len(known.of_run) == 1:
+            with suppress(InfeasibleBudget):
+                request = known.offers[0].asked(self.request, whole=self._knows_whole)
+                found = request, self.graph.compile(request)
+                self.as_before = known.step
+                return found
         return None
 
     def _least_of_all(self, refused: InfeasibleBudget) -> tuple[int, int]:
@@ -324,16 +325,17 @@ class GraphInStep:
         """The versions for so many runs; raises `InfeasibleBudget` with the least for as many."""
         told, described = len(session.STATE.reports), self.role.described
         if described is None or count != len(described.runs_of(self.role.index)):
-            part = self.looked = self.graph.as_part(self.request, count)
+            known = self._known_before  # what was asked for then is on disk
+            self.beside = known.beside if known else self.request.budget.held
+            asked = self.request.with_budget(held=self.beside)
+            part = self.looked = self.graph.as_part(asked, count)
             self.role.described, self.role.index = None, 0  # the step is not as it was described
             held, before = self.request.budget.held, bool(self.known)
             described = first_description(part, count, self.where, held, compiled_before=before)
         elif not self.role.looked_at:
             beside = self.request.with_budget(held=self.request.budget.coming)
-            part = self.graph.as_part(beside, count)
-            described.parts[self.role.index] = versions.with_compiled(
-                part, self.known, self.request
-            )
+            index, part = self.role.index, self.graph.as_part(beside, count)
+            described.parts[index] = versions.with_compiled(part, self.known, self.request)
             self.role.looked_at = True
         self.taken.count = count
         self.where.scope.compiled_again += 1
@@ -427,18 +429,17 @@ class GraphInStep:
 
     def _settled(self, described: StepDescription, found: MadeVersions) -> RunVersions:
         """The versions that were chosen; no other ones are offered from now on."""
-        made, mine, offers = found.compiled, found.of_run, described.parts[self.role.index].offers
+        index, alone = self.role.index, self.role.described is None
+        made, mine, offers = found.compiled, found.of_run, described.parts[index].offers
         self.taken.saved_bytes = sum(offers[k].version.saved_bytes for k in mine)
         kept, of_run = tuple(offers[k] for k in made), tuple(list(made).index(k) for k in mine)
-        described.parts[self.role.index] = replace(described.parts[self.role.index], offers=kept)
+        described.parts[index] = part = replace(described.parts[index], offers=kept)
         peak, counted = found.nbytes, "reserved" if found.is_reserved else "allocated"
         log.info("%s", summary(kept, of_run, peak, self.request.budget.for_step, counted))
-        late = self.where.context.late if self.role.described is None else 0
-        at_place = described.settle(self.role.index, of_run)
+        at_place, late = described.settle(index, of_run), self.where.context.late if alone else 0
         self.placed = described
-        if self.role.described is not None:
-            described.known(self.role.index, of_run).keep(self.observed.signature, self.request)
-        part, alone = described.parts[self.role.index], self.role.described is None
+        if not alone:
+            described.known(index, of_run, self.beside).keep(self.observed.signature, self.request)
         parts = tuple(replace(part, offers=(kept[k],)) for k in at_place if alone)
         self.taken.own_peak_bytes = peak - self.request.budget.held
         return RunVersions(tuple(made.values()), at_place, peak - late, parts)

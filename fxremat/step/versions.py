@@ -156,13 +156,15 @@ class KnownVersions:
     """The offers that runs of a graph took in a step that was planned as one, and which run which.
 
     The runs are told by their ``places``. They are kept on disk, so that later runs of a program
-    begin with them. ``step`` is a digest of what the step was.
+    begin with them. ``step`` is a digest of what the step was. When the graph was asked for its
+    versions, ``beside`` bytes were held by others.
     """
 
     step: str
     offers: tuple[Offer, ...]
     of_run: tuple[int, ...]
     places: tuple[int, ...]
+    beside: int
 
     @classmethod
     def recalled(cls, signature: str, request: Request) -> KnownVersions | None:
