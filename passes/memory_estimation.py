@@ -114,10 +114,10 @@ class _Builder:
     ops: dict[str, Op] = field(default_factory=dict)
     fetch_sources: dict[str, fx.Node] = field(default_factory=dict)
     put_nodes: dict[str, fx.Node] = field(default_factory=dict)
-    accumulated_values: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         nodes = self.joint.module.graph.nodes
+        self.accumulated_values: dict[str, str] = {}
         self.awaited = {wait for node in nodes for wait in waits_for(node)}
 
     def size(self, node: fx.Node) -> int:

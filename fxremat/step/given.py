@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -15,10 +15,8 @@ from fxremat.compat.backward import given_before, saved_before, when_freed
 from fxremat.core.step import ALL_RESULTS
 from fxremat.errors import InfeasibleBudget
 from fxremat.memory.storages import Storages, saved_storages, storages_of, without
+from fxremat.step.graph import SharingGraph
 from fxremat.step.promise import Promise, RunVersions, Tensors, alive
-
-if TYPE_CHECKING:
-    from fxremat.step.runs import GraphInStep
 
 References = weakref.WeakValueDictionary[int, torch.Tensor]
 """Tensors by their identity, as long as they live."""
@@ -64,7 +62,7 @@ class WaitingRun:
     node: weakref.ref[Any]
     promise: Promise
     runs: RunVersions
-    graph: GraphInStep | None
+    graph: SharingGraph | None
     frame: int
     place: int
     given: frozenset[int] = frozenset()

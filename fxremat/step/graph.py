@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import fx
@@ -67,7 +67,7 @@ from fxremat.runtime.unsent_gradients import (
 from fxremat.step.description import StepDescription
 from fxremat.step.promise import Observed
 from fxremat.step.sent_gradients import SentGradients
-from fxremat.step.versions import Part, part_on_all_ranks
+from fxremat.step.versions import Offer, Part, part_on_all_ranks
 
 log = logging.getLogger(__name__)
 
@@ -392,12 +392,43 @@ class Role:
 @dataclass
 class Taken:
     """What the runs of a graph take: how many were planned for, what all of them save, and their
-    peak without what is held beside them. So many ``parameters`` were known to the scope then."""
+    peak without what is held beside them. So many ``parameters`` were known to the scope then.
+
+    So many bytes were held ``beside`` it when it was asked for its versions. It began as a part of
+    the step ``as_before``, if it did so as when the program ran before.
+    """
 
     count: int = 0
     saved_bytes: int = 0
     own_peak_bytes: int = 0
     parameters: int = 0
+    beside: int = 0
+    as_before: str = ""
+
+
+class SharingGraph(Protocol):
+    """A compiled graph, as those know it that share its budget: a `runs.GraphInStep`."""
+
+    graph: Graph
+    request: Request
+    where: Any
+    role: Role
+    taken: Taken
+    observed: Observed
+
+    @property
+    def fixed_bytes(self) -> int: ...
+    @property
+    def layout(self) -> StepLayout: ...
+    @property
+    def takes_time(self) -> bool: ...
+    @property
+    def is_complete(self) -> bool: ...
+    def expect_gradients(self, living: Sequence[torch.Tensor]) -> None: ...
+    def set_aside(self, between: int, held: int, *, remembered: bool = True) -> None: ...
+    def part(self) -> Part: ...
+    def plan_version(self, offer: Offer, limit_bytes: int) -> Report: ...
+    def sends_otherwise(self) -> bool: ...
 
 
 @dataclass(eq=False)

@@ -70,10 +70,6 @@ class GraphInStep:
     placed: StepDescription | None = None
     one_run: RunEvents | None = None
     one_layout: StepLayout | None = None
-    as_before: str = ""
-    """The step that it began as a part of, as that was when the program ran before."""
-    beside: int = 0
-    """Bytes that were held when it was asked for its versions."""
 
     def compiled(self) -> RunVersions | None:
         """The versions for the first runs; None where no run will wait, or nothing is planned.
@@ -100,7 +96,7 @@ class GraphInStep:
         if not (described or before or self.where.follow):
             return None
         known = KnownVersions.recalled(self.observed.signature, self.request)
-        steps = {described.digest} if described else {one.as_before for one in before}
+        steps = {described.digest} if described else {one.taken.as_before for one in before}
         return known if known and steps <= {known.step} else None
 
     @property
@@ -295,7 +291,7 @@ class GraphInStep:
             with suppress(InfeasibleBudget):
                 request = known.offers[0].asked(self.request, whole=self._knows_whole)
                 found = request, self.graph.compile(request)
-                self.as_before = known.step
+                self.taken.as_before = known.step
                 return found
         return None
 
@@ -326,8 +322,8 @@ class GraphInStep:
         told, described = len(session.STATE.reports), self.role.described
         if described is None or count != len(described.runs_of(self.role.index)):
             known = self._known_before  # what was asked for then is on disk
-            self.beside = known.beside if known else self.request.budget.held
-            asked = self.request.with_budget(held=self.beside)
+            self.taken.beside = known.beside if known else self.request.budget.held
+            asked = self.request.with_budget(held=self.taken.beside)
             part = self.looked = self.graph.as_part(asked, count)
             self.role.described, self.role.index = None, 0  # the step is not as it was described
             held, before = self.request.budget.held, bool(self.known)
@@ -363,7 +359,7 @@ class GraphInStep:
         make, index = partial(self._made, described), self.role.index
         known, most = self._known_before, None if self.saves_least else budget
         if known and (found := described.as_before(index, known, most, make)) is not None:
-            self.as_before = known.step
+            self.taken.as_before = known.step
             return self._settled(described, found)
         described.know_others(index, budget)
         in_order = self.where.context.pipeline is None  # its halves run in either order
@@ -439,7 +435,8 @@ class GraphInStep:
         at_place, late = described.settle(index, of_run), self.where.context.late if alone else 0
         self.placed = described
         if not alone:
-            described.known(index, of_run, self.beside).keep(self.observed.signature, self.request)
+            known = described.known(index, of_run, self.taken.beside)
+            known.keep(self.observed.signature, self.request)
         parts = tuple(replace(part, offers=(kept[k],)) for k in at_place if alone)
         self.taken.own_peak_bytes = peak - self.request.budget.held
         return RunVersions(tuple(made.values()), at_place, peak - late, parts)

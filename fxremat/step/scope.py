@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 
@@ -37,12 +37,9 @@ from fxremat.runtime.accumulation import living_gradients
 from fxremat.sizes import format_bytes
 from fxremat.step.description import StepDescription
 from fxremat.step.given import Given, Recorded, WaitingRun
-from fxremat.step.graph import NoBackward, OwnMemory, Place, Role
+from fxremat.step.graph import NoBackward, OwnMemory, Place, Role, SharingGraph
 from fxremat.step.promise import Promise, Tensors, Warned, alive
 from fxremat.step.versions import Part, Planner
-
-if TYPE_CHECKING:
-    from fxremat.step.runs import GraphInStep
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +59,7 @@ class Neighbours:
     resident: int = 0
     batch: int = 0
     waiting: int = 0
-    graphs: tuple[GraphInStep, ...] = ()
+    graphs: tuple[SharingGraph, ...] = ()
     first: tuple[tuple[Part, ...], ...] = ()
     coming: int = 0
 
@@ -86,7 +83,7 @@ class BudgetScope:
     """
 
     waiting: dict[int, WaitingRun] = field(default_factory=dict)
-    graphs: weakref.WeakSet[GraphInStep] = field(default_factory=weakref.WeakSet)
+    graphs: weakref.WeakSet[SharingGraph] = field(default_factory=weakref.WeakSet)
     given: Given = field(default_factory=Given)
     order: list[Recorded] = field(default_factory=list)
     last: list[Recorded] = field(default_factory=list)
@@ -164,7 +161,7 @@ class BudgetScope:
     # -- steps as they have run --------------------------------------------------------------
 
     def describe_with(
-        self, graph: GraphInStep, given: frozenset[int]
+        self, graph: SharingGraph, given: frozenset[int]
     ) -> tuple[StepDescription, tuple[StepPoint, ...]] | None:
         """The step of the runs that wait now and one of ``graph``, with all that they offer.
 
@@ -195,7 +192,7 @@ class BudgetScope:
 
     def _describe_last(self) -> StepDescription | None:
         """The last step as it has run; None where it cannot be planned as one."""
-        runs: dict[tuple[GraphInStep, int], int] = {}
+        runs: dict[tuple[SharingGraph, int], int] = {}
         weights: dict[int, Mapping[int, int]] = {}
         order: list[tuple[int, Literal["forward", "backward"]]] = []
         kept, held = dict[int, int](), dict[int, int]()
@@ -215,7 +212,7 @@ class BudgetScope:
 
     def _described(
         self,
-        runs: Sequence[tuple[GraphInStep, int]],
+        runs: Sequence[tuple[SharingGraph, int]],
         order: Order,
         more_bytes: int,
         kept: Mapping[int, int],
@@ -307,7 +304,7 @@ class BudgetScope:
         if self.due and self.last:
             self._plan_anew()
 
-    def _see_gradients(self, graphs: Iterable[GraphInStep]) -> None:
+    def _see_gradients(self, graphs: Iterable[SharingGraph]) -> None:
         """Have several graphs planned for gradients that live on, once that is seen."""
         several = [one for one in graphs if one.role.described is not None]
         if not several or is_a_rank() or any(one.request.inputs.gradients_stay for one in several):
