@@ -313,7 +313,8 @@ class StepDescription:
     def known(self, part: int, of_run: tuple[int, ...], beside: int) -> KnownVersions:
         """What is kept of the runs of a part for later runs of the program."""
         places = tuple(self.place_of[run] for run in self.runs_of(part))
-        return KnownVersions(self.digest, self.parts[part].offers, of_run, places, beside)
+        offers = tuple(replace(one, events=None) for one in self.parts[part].offers)
+        return KnownVersions(self.digest, offers, of_run, places, beside)
 
     def as_before(
         self, part: int, known: KnownVersions, most_bytes: int | None, make: Make

@@ -16,12 +16,7 @@ from torch import fx
 
 from fxremat.compat.compilers import compile_with_aot_eager
 from fxremat.compat.configuration import cache_directory, caches_disabled
-from fxremat.compat.dynamo import (
-    calling_modules,
-    inline_regions,
-    more_follow,
-    unwrapped,
-)
+from fxremat.compat.dynamo import calling_modules, inline_regions, more_follow, unwrapped
 from fxremat.compat.joint_graph import copy_as_given, copy_module
 from fxremat.compat.ranks import is_a_rank
 from fxremat.compat.sizes import is_settled, size_bound, with_settled_sizes
