@@ -28,6 +28,8 @@ from tests.graphs import batch, capture, mlp
 from tests.loss_program import CLASSES, inputs, program
 from tests.single_calls import ATEN, KEY, call, item
 
+pytestmark = pytest.mark.usefixtures("undisturbed")
+
 HOST, GPU = torch.device("cpu"), torch.device("cuda", 0)
 ROOFLINE = op_timers.Roofline(DeviceSpec("test", 1e12, 4e12, 1e9, 3.0, 1e9, 1e8, 20.0), True, True)
 
@@ -197,12 +199,6 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(timing.TimedNumbers, "number", spy)
     return seen
-
-
-@pytest.fixture(autouse=True)
-def _undisturbed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever else the machine does: tests of times ask for no true ones."""
-    monkeypatch.setattr(timing, "waiting_s", lambda device: 0.0)
 
 
 def test_a_call_finds_nothing_of_its_operands_in_a_cache(

@@ -54,6 +54,7 @@ def test_groups_are_as_large_as_each_other_where_a_call_is_timed(
     assert flops_of(node) == flops
 
 
+@pytest.mark.usefixtures("undisturbed")
 def test_of_operators_that_are_not_known_integers_stay_zero(tmp_path: Path) -> None:
     """In range whatever they say; and what has no schema is run as it is."""
     name = "fxremat_tests::by_offsets"
