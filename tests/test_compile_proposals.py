@@ -234,6 +234,17 @@ def test_what_is_within_the_budget_is_not_taken_where_less_is_wanted_and_found()
     assert found.evaluation is trial.seen[0]
 
 
+def test_variants_that_were_found_before_are_taken_without_a_search_for_others() -> None:
+    draft, unasked = draft_of(PROBLEM), mock.PropertyMock(side_effect=AssertionError)
+    graphs = mock.Mock(plain=draft, draft={("this", "that"): draft}.__getitem__)
+    type(graphs).offered = unasked
+    policy = Policy(solver="greedy", taken=("this", "that"))
+    request, trial = Request(Budget(10**9), policy=policy), Trial(lambda planned, order: planned)
+    found = Search(Planning(request, StageTimes()), cast("Any", trial), graphs).run()
+    assert not found.over
+    assert found.evaluation.candidate.draft is draft
+
+
 # --- torch plan ---------------------------------------------------------------------------
 
 

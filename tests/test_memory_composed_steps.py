@@ -219,7 +219,7 @@ def part_of(run: RunEvents) -> Part:
         backward_bytes=max(before[-1], *after) - kept + more,
     )
     boundary = Interface(wide + weight, wide, wide, wide, weight)
-    return Part(boundary, (Offer(version, 0, 0, run),))
+    return Part(boundary, (Offer(version, 0, 0, events=run),))
 
 
 @given(runs(), st.integers(1, 4), st.integers(0, 5000), st.none() | st.integers(0, 1000))

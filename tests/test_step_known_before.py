@@ -16,6 +16,7 @@ from fxremat.compile.request import Request
 from fxremat.step.graph import CompiledVersion, Graph
 from fxremat.step.versions import KnownVersions
 from tests import test_step_planned
+from tests.end_to_end import QUICK
 from tests.test_step_planned import Case, TwoBreaks, blocks, eager_between, two_breaks
 
 INDUCTOR = {"solver": "greedy", "variants": "none", "op_times": "roofline"}
@@ -57,6 +58,19 @@ class Longer(TwoBreaks):
         torch._dynamo.graph_break()
         loss: Tensor = self.more(self.blocks[3](x)).square().mean()
         return loss
+
+
+def test_the_first_step_takes_what_was_offered_and_does_not_look_for_better(
+    compiled: list[tuple[Graph, Request]],
+) -> None:
+    """Until all graphs are known; then each is planned as well as one that is alone."""
+    case = two_breaks()
+    budget = case.budget(75)
+    compiled.clear()
+    assert case.kept(budget) <= budget
+    asked = [request.policy for _, request in compiled]
+    assert [(one.solver, one.taken) for one in asked[:2]] == [("quick", ())] * 2
+    assert {(one.solver, one.taken) for one in asked[2:]} == {(QUICK["solver"], None)}
 
 
 @pytest.mark.parametrize("make", [two_breaks, apart])

@@ -117,7 +117,8 @@ class Policy:
     """How to plan and what may be done to the graph.
 
     ``variants`` are names of rules (None: all), ``disabled`` names of passes that are left out
-    (`fxremat.option_values.PASSES`). Calls of the custom ops ``repeatable`` may run again. With an
+    (`fxremat.option_values.PASSES`). Variants that are ``taken`` are tried before others are looked
+    for; None: none are known. Calls of the custom ops ``repeatable`` may run again. With an
     ``arena``, buffers have planned addresses.
     """
 
@@ -125,6 +126,7 @@ class Policy:
     solver: str = "auto"
     solver_time_limit: float | None = None
     variants: tuple[str, ...] | None = None
+    taken: tuple[str, ...] | None = None
     allow_lossy: bool = False
     disabled: tuple[str, ...] = ()
     verify: bool = True

@@ -279,10 +279,9 @@ class GraphInStep:
         self.where.scope.own.share(report.memory.own, request.budget.allocator)
         promised = self.promised(version, request)
         promised = replace(promised, left_bytes=missing or None)
-        own, late = promised.peak_bytes, self.where.context.late
-        self.taken.saved_bytes, self.taken.own_peak_bytes = report.saved_bytes, own
-        found = RunVersions((promised,), (0,), request.budget.held - late + own)
-        return self._note_peak(told, found)
+        self.taken.saved_bytes, self.taken.own_peak_bytes = report.saved_bytes, promised.peak_bytes
+        step_bytes = request.budget.held - self.where.context.late + promised.peak_bytes
+        return self._note_peak(told, RunVersions((promised,), (0,), step_bytes))
 
     def _alone_as_before(self) -> tuple[Request, CompiledVersion] | None:
         """What it was when the program ran before, where all that waits is as it was then."""
@@ -375,8 +374,9 @@ class GraphInStep:
                 chosen = next((one for way in ways if (one := way(step)) not in failed), None)
             if chosen is None:
                 break
+            as_found = self.saves_least and described.step().peak_bytes(chosen) <= budget
             try:
-                found = self._made(described, chosen)
+                found = self._made(described, chosen, as_found)
             except InfeasibleBudget as refused:
                 forget_frames(refused)
                 continue
@@ -393,13 +393,15 @@ class GraphInStep:
             log.warning(least.of_a_part(limit))
         return self._settled(described, self._made(described, least.chosen))
 
-    def _made(self, described: StepDescription, chosen: planner.Chosen) -> MadeVersions:
+    def _made(
+        self, described: StepDescription, chosen: planner.Chosen, as_found: bool = False
+    ) -> MadeVersions:
         """The versions chosen for this graph, compiled. Raises `InfeasibleBudget`."""
         index, part = self.role.index, described.parts[self.role.index]
         offers, runs = list(part.offers), described.runs_of(index)
         try:
             mine = sorted({chosen[run] for run in runs})
-            compiled = {k: self._compiled(offers, k, part.interface) for k in mine}
+            compiled = {k: self._compiled(offers, k, part.interface, as_found) for k in mine}
         finally:
             described.offer(index, offers)
         if self.role.described is None:
@@ -441,12 +443,13 @@ class GraphInStep:
         self.taken.own_peak_bytes = peak - self.request.budget.held
         return RunVersions(tuple(made.values()), at_place, peak - late, parts)
 
-    def _compiled(self, offers: list[Offer], place: int, own: Interface) -> Promise:
+    def _compiled(self, offers: list[Offer], place: int, own: Interface, as_found: bool) -> Promise:
         """A version, compiled; what it really takes is offered from now on.
 
+        One that will run once may be left ``as_found``, as `Offer.asked` says.
         Raises `InfeasibleBudget` where that is more than was asked for.
         """
-        request = offers[place].asked(self.request, whole=self._knows_whole)
+        request = offers[place].asked(self.request, whole=self._knows_whole, as_found=as_found)
         if request not in self.known:
             try:
                 made = self.graph.compile(request)

@@ -8,7 +8,7 @@ a limit of the first kind where the rest is held in between (`Budget.between`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass, replace
 from typing import Any
@@ -23,7 +23,7 @@ from fxremat.compile.pipeline import PREPARE, Runner
 from fxremat.compile.ranks import graph_digest, shared_answer
 from fxremat.compile.request import Budget, Request
 from fxremat.compile.run_figures import interface_of, planned_run
-from fxremat.compile.search.planning import LOCAL_SEARCH, ONE_PASS, Planning
+from fxremat.compile.search.planning import ONE_PASS, Planning
 from fxremat.compile.search.variant_sets import GraphInVariants
 from fxremat.compile.stage_times import StageTimes
 from fxremat.core.constants import MEASURABLE
@@ -45,14 +45,15 @@ class Offer:
     """A version of a part, and the limits under which the search finds it.
 
     ``peak_bytes`` are those of the graph by itself, ``between_bytes`` what is held beside it
-    between its halves. Of a version that was counted in a dry run, the figures are ``exact``, and
-    on CUDA the ``events`` are known. The limits of a ``tight`` one are all that the step leaves it.
-    One that is compiled was ``asked_as`` this.
+    between its halves. It was found in these ``variants``. Of a version that was counted in a dry
+    run, the figures are ``exact``, and on CUDA the ``events`` are known. The limits of a ``tight``
+    one are all that the step leaves it. One that is compiled was ``asked_as`` this.
     """
 
     version: Version
     peak_bytes: int
     between_bytes: int
+    variants: tuple[str, ...] = ()
     events: RunEvents | None = None
     exact: bool = False
     tight: bool = False
@@ -64,21 +65,23 @@ class Offer:
         version = version_in(report)
         return cls(version, 0, 0, events=report.events, exact=True, asked_as=request)
 
-    def asked(self, request: Request, *, whole: bool) -> Request:
+    def asked(self, request: Request, *, whole: bool, as_found: bool = False) -> Request:
         """The request for this version; all else that the budget counts is held.
 
-        What the ``whole`` step reserves is counted elsewhere, or is not.
+        What the ``whole`` step reserves is counted elsewhere, or is not. One that will run once is
+        left ``as_found``: a better plan takes longer to find than it saves.
         """
         if self.asked_as is not None or request.budget.limit is None:
             return self.asked_as or request
         held = request.budget.limit - request.budget.autotune - self.most_bytes
-        return request.with_budget(
+        asked = request.with_budget(
             held=held,
             between=self.between_bytes,
             soft_limit=self.peak_bytes,
             optimizer_step=0,
             part=whole,
         )
+        return asked.with_policy(solver=ONE_PASS, taken=self.variants) if as_found else asked
 
     @property
     def most_bytes(self) -> int:
@@ -249,7 +252,8 @@ def offers_of(draft: Draft, request: Request, count: int) -> Part:
 
     for found, plan in _plans(planning, graphs, left):
         version, peak, between = planned_run(found, plan, request)
-        offers.setdefault(version, Offer(version, peak, peak - between))
+        taken = tuple(one.name for one in found.taken)
+        offers.setdefault(version, Offer(version, peak, peak - between, taken))
     return Part(own, tuple(offers.values()))
 
 
@@ -260,10 +264,11 @@ def _plans(
     plain = graphs.plain.problem
     everything = replay(plain, store_all(plain))
     most, kept = everything.peak_bytes, everything.live_bytes[store_all(plain).index(TANGENTS)]
-    yield graphs.plain, planning.solve(plain, most, LOCAL_SEARCH)
+    yield graphs.plain, planning.solve(plain, most, ONE_PASS)
     least_peak = least_saved = most
     balances = [int(parts * most) for parts in UNIT_BALANCES]
-    for draft in graphs.also_with(planning, 0, balances[0], balances[-1]):
+    lowest = graphs.also_with(planning, 0, balances[0], balances[-1])
+    for draft in lowest:
         for between in balances:
             problem = with_between(draft.estimate.problem, between)
             plan = planning.solve(problem, 0, ONE_PASS)
@@ -274,20 +279,18 @@ def _plans(
     for k in range(UNIT_SAVED):
         limit = least_saved + (kept - least_saved) * k // UNIT_SAVED
         peaks = {most, (most + least_peak) // 2, min(most, left(limit) or most)}
+        also = graphs.also_with(planning, most, most - limit, improved=False)
+        drafts = [*lowest, *(one for one in also if one not in lowest)]
         for peak in sorted(peaks):
             if max(limit, least_peak) <= peak:
-                yield from _under(planning, graphs, peak, peak - limit)
+                yield from _under(planning, drafts, peak, peak - limit)
 
 
 def _under(
-    planning: Planning, graphs: GraphInVariants, peak: int, between: int
+    planning: Planning, drafts: Sequence[Draft], peak: int, between: int
 ) -> Iterator[tuple[Draft, Plan]]:
-    """The graph as it is, and in the variants chosen, under both limits.
-
-    The choice is not improved: it took half of the time of all offers, and what the step leaves to
-    the version that is taken is planned once more, whole (`StepDescription.widen`).
-    """
-    for draft in graphs.also_with(planning, peak, between, improved=False):
+    """The graph in variants that were chosen for the least bytes, or for as many saved ones."""
+    for draft in drafts:
         plan = planning.solve(with_between(draft.estimate.problem, between), peak, ONE_PASS)
         if plan.peak_bytes <= peak:
             yield draft, plan

@@ -206,6 +206,8 @@ class Search:
         comes next if a plan for it does.
         """
         plain, planning = self.graphs.plain, self.planning
+        if (taken := planning.request.policy.taken) is not None:
+            yield self._under(self.graphs.draft(taken), aim)
         is_tried = planning.fits_as_it_is(plain.problem, aim)
         if is_tried:
             yield self._under(plain, aim)
