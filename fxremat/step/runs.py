@@ -333,7 +333,6 @@ class GraphInStep:
             described.parts[index] = versions.with_compiled(part, self.known, self.request)
             self.role.looked_at = True
         self.taken.count = count
-        self.where.scope.compiled_again += 1
         chosen = self._chosen(described)
         self.role.is_due = False  # what is refused stays due: whoever goes on is refused again
         return self._note_peak(told, chosen)
@@ -451,6 +450,7 @@ class GraphInStep:
         """
         request = offers[place].asked(self.request, whole=self._knows_whole, as_found=as_found)
         if request not in self.known:
+            self.where.scope.compiled_again += 1
             try:
                 made = self.graph.compile(request)
                 # A cache answered, and has forgotten what it took.

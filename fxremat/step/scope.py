@@ -93,7 +93,7 @@ class BudgetScope:
     watch: StepWatch | None = None
     compiled_again: int = 0
     collected: int = 0
-    """Compilations after which garbage was collected."""
+    """Compilations whose garbage holds no result of a run that waits."""
     saved_bytes: int = 0
     """By plans, of all that wait and of what the last returned, with gradients; the most so far."""
 
@@ -401,6 +401,8 @@ class BudgetScope:
         when_freed(node, partial(self._leaves, key, run))
         number, nbytes = len(waiting), sum(one.promise.saved_bytes for one in [*waiting.values()])
         self.saved_bytes = max(self.saved_bytes, nbytes + run.returned_bytes)
+        if number == 1:  # what was compiled before cannot hold its results
+            self.collected = self._compilations()
         if self.watch is not None:
             self.watch.promised = max(self.watch.promised, run.runs.step_peak_bytes)
         runs, most = self.warned.most
