@@ -236,10 +236,11 @@ def test_every_graph_has_files(tmp_path: Path) -> None:
     assert [written_report(tmp_path, n) for n in (0, 1)] == list(reports())
 
 
-def test_explain_writes_too(tmp_path: Path) -> None:
-    model, x = seeded(Stack, 64, 32)
+@pytest.mark.parametrize("broken", [False, True])
+def test_explain_writes_too(broken: bool, tmp_path: Path) -> None:
+    model, x = seeded(lambda: Stack(broken=broken), 64, 32)
     found = fxremat.explain(model, x, options={**EAGER, "report": tmp_path})
-    assert written_report(tmp_path) == found.graphs[0]
+    assert tuple(written_report(tmp_path, n) for n in range(1 + broken)) == found.graphs
 
 
 def test_a_folder_that_cannot_be_made_is_refused_at_once(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -37,9 +37,10 @@ from fxremat.core.plan import Plan
 from fxremat.cost.device import absent_card
 from fxremat.errors import CannotVary, FxrematError, InfeasibleBudget
 from fxremat.memory.measured_peak import uncollected
-from fxremat.options import parse_options
+from fxremat.options import Options, parse_options
 from fxremat.planner import SolverOptions
 from fxremat.report.exports import write_chrome_trace, write_snapshot
+from fxremat.report.files import prepare_folder, tell_report, write_report
 from fxremat.report.front import Front, front_of, together
 from fxremat.report.page import write_page
 from fxremat.report.report import Report, Row, added_time
@@ -221,6 +222,20 @@ def explain(
     return Explanation(plan({}), plan)
 
 
+def _planned_together(
+    graphs: Sequence[tuple[fx.GraphModule, Sequence[Any]]], options: Options
+) -> Iterator[Report]:
+    """The reports of graphs that follow each other, in their order, and the files of each."""
+    if options.report is not None:
+        prepare_folder(options.report)
+    for number, planned in enumerate(plan_in_order(graphs, options)):
+        report = replace(planned, graph=number)
+        tell_report(report)
+        if options.report is not None:
+            write_report(options.report, report)
+        yield report
+
+
 def _planned(
     model: Callable[..., Any],
     inputs: tuple[Any, ...],
@@ -262,7 +277,7 @@ def _planned(
             if together:
                 total = total_bytes(device_of_inputs(together[0][1]))
                 parsed = parse_options(options, device_total_bytes=total)
-                found.extend(plan_in_order(together, parsed))
+                found.extend(_planned_together(together, parsed))
         except Exception as error:
             inner = getattr(error, "inner_exception", None)
             if isinstance(inner, FxrematError):
