@@ -64,11 +64,16 @@ def reports() -> list[Report]:
     return list(STATE.reports)
 
 
-def note_step_peak(since: int, step_peak_bytes: int) -> list[Report]:
-    """Say it in all reports but the first ``since``; gives those."""
-    newest = [replace(one, step_peak_bytes=step_peak_bytes) for one in STATE.reports[since:]]
-    STATE.reports[since:] = newest
-    return newest
+def note_step_peak(since: int, step_peak_bytes: int, graphs: set[int]) -> list[Report]:
+    """Say it in the reports of these ``graphs`` of a step; gives those.
+
+    All but the first ``since`` reports are of the step, too: their graphs are added.
+    """
+    graphs.update(one.graph for one in STATE.reports[since:])
+    of_step = {k: one for k, one in enumerate(STATE.reports) if one.graph in graphs}
+    for k, one in of_step.items():
+        STATE.reports[k] = replace(one, step_peak_bytes=step_peak_bytes)
+    return [STATE.reports[k] for k in of_step]
 
 
 def reset() -> None:

@@ -64,6 +64,8 @@ class StepDescription:
     """Of parts whose graph is at hand."""
     seen_between: bool = False
     """Whether the points have what was seen between the halves."""
+    reported: set[int] = field(default_factory=set)
+    """The graphs that are its parts, by the numbers of their reports."""
     layouts: dict[tuple[int, ...], list[StepLayout]] = field(default_factory=dict)
     """Of all parts, by the versions of all runs."""
 

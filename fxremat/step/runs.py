@@ -238,8 +238,7 @@ class GraphInStep:
         where, budget = self.where, self.request.budget
         if where.device.type != "cpu" or budget.limit is None:
             return None
-        around = where.context.others
-        beside = where.scope.neighbours(where.place, args, around, where.device, 1)
+        beside = where.scope.neighbours(where.place, args, where.context.others, where.device, 1)
         more = beside.lasting - where.neighbours.lasting
         if more <= 0 or self.taken.own_peak_bytes + budget.held + more <= budget.limit:
             return None
@@ -338,10 +337,11 @@ class GraphInStep:
         return self._note_peak(told, chosen)
 
     def _note_peak(self, told: int, found: RunVersions) -> RunVersions:
-        """Say the peak of the step, with graphs that wait, in the reports made since then."""
+        """Say the peak of the step, with graphs that wait, in its reports made until now."""
         peaks = [found, *(one.runs for one in self.where.scope.waiting.values())]
         peak = max(self.request.budget.optimizer_step, *(one.step_peak_bytes for one in peaks))
-        for report in session.note_step_peak(told, peak):
+        also = self.role.described.reported if self.role.described else set[int]()
+        for report in session.note_step_peak(told, peak, also):
             if self.graph.options.report is not None:
                 write_report(self.graph.options.report, report)
         return found
@@ -369,8 +369,8 @@ class GraphInStep:
             if chosen is None and described.offer_compiled():
                 chosen = choose(described.step(), aim)
             if chosen is None and failed:
-                step = described.step()
-                chosen = next((one for way in ways if (one := way(step)) not in failed), None)
+                left = (way(described.step()) for way in ways)
+                chosen = next((one for one in left if one not in failed), None)
             if chosen is None:
                 break
             as_found = self.saves_least and described.step().peak_bytes(chosen) <= budget
