@@ -103,9 +103,8 @@ def test_a_model_is_judged(between: str, tmp_path: Path) -> None:
         assert one.status == "ok"
         assert one.outcome is not None
         assert one.promised is not None
-        if (
-            one.loop == "zero_grad_late_and_clip"
-        ):  # a segment of 8 MiB is promised that is not taken
+        if one.loop == "zero_grad_late_and_clip":
+            # A segment of 8 MiB is promised that is not taken.
             assert one.outcome.reserved <= one.promised <= one.outcome.reserved + 8 * MIB
         else:
             assert one.outcome.reserved == pytest.approx(one.promised, rel=0.005)

@@ -486,10 +486,9 @@ def test_a_graph_takes_all_that_the_others_leave_of_the_budget() -> None:
     """Between the few versions that it offers, too."""
     case = two_breaks(partial(HeadApart, 6, head_and_loss=False))
     for budget in map(case.budget, (65, 80)):  # one that is offered takes 90 and 88 % of these
-        kept, (first, last) = case.kept(budget), fxremat.reports()[-2:]
-        assert 0.92 * budget <= kept <= (last.step_peak_bytes or 0) <= budget
-        assert first.step_peak_bytes == last.step_peak_bytes
-        assert first.time_overhead > 0
+        kept, said = case.kept(budget), [x.step_peak_bytes or 0 for x in fxremat.reports()[-2:]]
+        assert 0.92 * budget <= kept <= min(said) == max(said) <= budget
+        assert fxremat.reports()[-2].time_overhead > 0
 
 
 def test_who_goes_on_is_refused_again_not_only_as_often_as_there_are_graphs() -> None:

@@ -82,7 +82,7 @@ class Explanation:
         budget = impossible = 1  # byte: no graph with a backward fits
         while True:
             try:
-                self.plan_again({"memory_budget": f"{budget}B"})
+                self.plan_again({"memory_budget": f"{budget}B", "report": None})
             except InfeasibleBudget as refusal:
                 if refusal.minimum_bytes is None or refusal.minimum_bytes <= budget:
                     raise
