@@ -22,6 +22,7 @@ from fxremat.compat.dynamo import (
     calling_modules,
     checkpointed_regions,
     current_compilation,
+    functions_compiled_by,
     inline_regions,
     modules_compiled_by,
     more_follow,
@@ -60,7 +61,7 @@ from fxremat.step.graph import Graph, Role, plan_only
 from fxremat.step.in_flight import watch_in_flight, without_backward
 from fxremat.step.promise import Observed, alive
 from fxremat.step.runs import GraphInStep
-from fxremat.step.scope import Neighbours
+from fxremat.step.scope import BudgetScope, Neighbours
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +104,7 @@ def fxremat(
     _REFUSED.difference_update(calling)
     _expect_others(graph, options, calling)
     try:
-        return _compiled_in_step(graph)
+        return _compiled_in_step(graph, options or {})
     except Exception:
         _REFUSED.update(calling)
         raise
@@ -114,16 +115,18 @@ def _expect_others(
 ) -> None:
     """Know of all modules that are compiled for the same budget, before they run.
 
-    Those in training mode will have gradients; who has some was trained before, in another way.
-    Ranks count by what wrappers say, and DDP by parts.
+    Those in training mode will have gradients; who has some was trained before, in another way:
+    these are there, and no run is expected. Ranks count by what wrappers say, and DDP by parts.
     """
     scope = scopes.scope_of(graph.device, graph.options.memory_budget)
     if graph.options.memory_budget is None or scope.graphs or is_a_rank() or splits_for_ddp():
         return
     modules = modules_compiled_by(fxremat, calling)
     trained = [one for one, given in modules if one.training and given == (options or {})]
-    trained = [one for one in trained if all(x.grad is None for x in one.parameters())]
-    scope.given.expect([one for one in trained if one not in _REFUSED], graph.device)
+    trained = [one for one in trained if one not in _REFUSED]
+    scope.given.note(x for one in trained for x in one.parameters() if x.device == graph.device)
+    new = [one for one in trained if all(x.grad is None for x in one.parameters())]
+    scope.given.expect(new, graph.device)
 
 
 _REFUSED: WeakSet[nn.Module] = WeakSet()
@@ -145,7 +148,7 @@ def _role_of(graph: Graph) -> Role:
     return Role(described, index, looked_at=False)
 
 
-def _compiled_in_step(graph: Graph) -> Callable[..., Any]:
+def _compiled_in_step(graph: Graph, options: Mapping[str, Any]) -> Callable[..., Any]:
     """A graph compiled as a part of its step: beside what other graphs hold under its budget."""
     scope = scopes.scope_of(graph.device, graph.options.memory_budget)
     session.STATE.rank_timeout = graph.options.rank_timeout
@@ -156,10 +159,13 @@ def _compiled_in_step(graph: Graph) -> Callable[..., Any]:
     try:
         found = in_step.compiled()
     except InfeasibleBudget as refused:
-        if apart is None:
-            raise
         forget_frames(refused)
-        in_step, apart, scope.given.refused = apart, None, refused
+        if apart is not None:
+            in_step, apart, scope.given.refused = apart, None, refused
+        elif _loss_follows(graph, scope, options):
+            in_step = _placed(graph, list(scope.given.modules), loss_follows=True)
+        else:
+            raise
         try:
             found = in_step.compiled()
         except InfeasibleBudget:
@@ -181,7 +187,18 @@ def _compiled_in_step(graph: Graph) -> Callable[..., Any]:
     return _under_cap(in_step, watched)
 
 
-def _placed(graph: Graph, compiled: Sequence[nn.Module]) -> GraphInStep:
+def _loss_follows(graph: Graph, scope: BudgetScope, options: Mapping[str, Any]) -> bool:
+    """Whether a function that is compiled for the same budget may take what the graph returns.
+
+    Then the least is known when that has run: until then what it takes can only be guessed.
+    """
+    unknown = graph.needs_gradients and not graph.gives_loss and not (scope.graphs or is_a_rank())
+    return unknown and any(given == options for given in functions_compiled_by(fxremat))
+
+
+def _placed(
+    graph: Graph, compiled: Sequence[nn.Module], *, loss_follows: bool = False
+) -> GraphInStep:
     """A graph in its step, where modules like its own among those ``compiled`` wait with it."""
     options, device, role = graph.options, graph.device, _role_of(graph)
     scope, place = scopes.scope_of(device, options.memory_budget), current_compilation()
@@ -202,7 +219,7 @@ def _placed(graph: Graph, compiled: Sequence[nn.Module]) -> GraphInStep:
     if role.described is not None and role.looked_at:
         known = role.described.request
         request = request.with_inputs(passed_on=known is not None and known.inputs.passed_on)
-    follow = graph.goes_on
+    follow = graph.goes_on or loss_follows
     if _others_are_expected(compiled, context, beside, scope.given):
         follow |= not graph.gives_loss
     where = Surroundings(

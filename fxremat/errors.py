@@ -69,6 +69,7 @@ class InfeasibleBudget(FxrematError):
     (module and source line), and its bytes. ``fragmentation_bytes`` of that peak are reserved by
     torch's allocator without being used. ``returned`` is an output that takes much of the peak with
     its gradient: what it is, and the bytes of both. ``only_runs``: the graph takes no gradients.
+    Where nobody holds in the backward what earlier graphs returned, ``let_go_bytes`` are enough.
     """
 
     budget_bytes: int
@@ -77,6 +78,7 @@ class InfeasibleBudget(FxrematError):
     fragmentation_bytes: int = 0
     returned: tuple[str, int] | None = None
     only_runs: bool = False
+    let_go_bytes: int | None = None
 
     def __str__(self) -> str:
         lines = [self._what()]
@@ -89,6 +91,11 @@ class InfeasibleBudget(FxrematError):
         lines.append(f"What to do: {budget}, or use a smaller batch or shorter sequences.")
         if self.returned is not None:
             lines.append(output_advice(*self.returned))
+        if self.let_go_bytes and self.minimum_bytes and self.let_go_bytes < self.minimum_bytes:
+            lines.append(
+                f"{_exact(self.let_go_bytes)} are enough where the step lets go of what earlier "
+                "graphs have returned, as logits, before it calls backward()."
+            )
         return "\n".join(lines)
 
     def _what(self) -> str:

@@ -99,7 +99,7 @@ def test_a_graph_is_the_whole_call_unless_somebody_goes_on_with_its_results() ->
     hooked = nn.Linear(4, 4)
     unseen: Any = torch._dynamo.disable(lambda module, given, result: None)  # type: ignore[no-untyped-call]
     hooked.register_forward_hook(unseen)
-    caller = sys._getframe()
+    caller = sys._getframe().f_code
     compiled = [torch.compile(one, backend=backend) for one in (
         nn.Linear(4, 4), torch.sin, nn.Sequential(nn.Linear(4, 4)), broken, hooked
     )]  # fmt: skip
@@ -355,3 +355,23 @@ def test_modules_whose_call_is_running() -> None:
     assert list(found) == [outer, inner]
     assert all(given is x for (given,) in found.values())
     assert dynamo.calling_modules() == {}
+
+
+def test_functions_that_are_compiled_beside_the_one_that_runs() -> None:
+    """Not modules, and nothing that takes no results."""
+    seen: list[list[Any]] = []
+
+    def backend(gm: fx.GraphModule, inputs: Any, *, options: Any) -> Any:
+        seen.append([one["name"] for one in dynamo.functions_compiled_by(backend)])
+        return gm
+
+    def compiled(one: Any, name: str) -> Any:
+        return torch.compile(one, backend=backend, options={"name": name})
+
+    kept = [compiled(torch.sin, "sin"), compiled(nn.Linear(1, 1), "module")]
+    kept += [compiled(lambda: torch.ones(1), "nothing"), compiled(lambda x: x.cos(), "cos")]
+    in_place = nn.Linear(1, 1)
+    in_place.compile(backend=backend, options={"name": "in place"})
+    for one in kept:
+        one(*([] if one is kept[2] else [torch.ones(1)]))
+    assert list(map(sorted, seen)) == [["cos"], ["cos", "sin"], ["cos", "sin"], ["sin"]]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.exc import BackendCompilerFailed
 from torch.nn import functional as F
 
 import fxremat
@@ -32,7 +33,7 @@ class Case(Steps):
         self.models, self.given = (self.model,), (self.x, target)
         self.call: Callable[..., Any] = self.model
 
-    def compile(self, budget: int) -> None:
+    def compile(self, budget: int | str) -> None:
         torch._dynamo.reset()
         options = {**QUICK, "memory_budget": budget}
         self.call = torch.compile(self.model, backend="fxremat", options=options)
@@ -61,6 +62,15 @@ def in_half_precision() -> Case:
     case.x, case.target = case.x.bfloat16(), torch.randn(ROWS, WORDS, dtype=torch.bfloat16)
     case.given = (case.x, case.target)
     return case
+
+
+def refusal_of(case: Case) -> fxremat.InfeasibleBudget:
+    """The error of the next step."""
+    with pytest.raises((BackendCompilerFailed, fxremat.InfeasibleBudget)) as caught:
+        case.step()
+    found: Any = caught.value
+    refused: fxremat.InfeasibleBudget = getattr(found, "inner_exception", found)
+    return refused
 
 
 LESS = 0 if backward_drops_gradients() else 0.12
@@ -101,6 +111,51 @@ def test_a_budget_that_leaves_no_room_for_a_loss_is_met_where_the_graph_fits() -
     case.step()
     (report,) = fxremat.reports()
     assert report.counted_peak_bytes <= named - results
+
+
+class LossApart(Case):
+    """The loss is compiled by itself, and nobody holds its input but who computes it."""
+
+    def compile(self, budget: int | str) -> None:
+        super().compile(budget)
+        options = {**QUICK, "memory_budget": budget}
+        self.loss = torch.compile(F.cross_entropy, backend="fxremat", options=options)
+
+    def run(self) -> None:
+        self.loss(self.call(self.x), self.target).backward()  # type: ignore[no-untyped-call]
+
+
+def test_a_loss_that_is_compiled_for_the_same_budget_is_not_guessed_but_seen() -> None:
+    """Whether the results are let go before the backward is not known when the least is named."""
+    case = LossApart(F.cross_entropy, torch.randint(WORDS, (ROWS,)))
+    case.compile("64KiB")
+    refused = refusal_of(case)
+    assert refused.minimum_bytes is not None
+    let_go = refused.minimum_bytes - ROWS * WORDS * torch.float32.itemsize
+    assert refused.let_go_bytes == let_go
+    case.compile(let_go)
+    peaks = [case.peak_bytes() for _ in range(4)]
+    assert 0.95 * let_go < max(peaks[1:]) <= let_go
+
+
+def test_a_compiled_function_is_no_loss_if_it_takes_nothing_or_has_not_run() -> None:
+    """What trains is refused in the first step then, or in the second."""
+    case, options = words(), {**QUICK, "memory_budget": "64KiB"}
+
+    def nothing() -> None: ...
+
+    case.compile("64KiB")
+    functions: list[Any] = [torch.compile(nothing, backend="fxremat", options=options)]
+    expected = refusal_of(case).minimum_bytes
+    case.compile("64KiB")
+    functions += [torch.compile(Tensor.mean, backend="fxremat", options=options)]
+    case.step()
+    named = refusal_of(case).minimum_bytes
+    assert named is not None
+    assert expected is not None
+    assert named < expected
+    case.compile(named)
+    case.step()
 
 
 def test_a_graph_that_gives_its_loss_is_refused_below_its_own_least_alone() -> None:

@@ -42,6 +42,7 @@ ERRORS: dict[str, Exception] = {
         ),
     ),
     "infeasible, reserved": errors.InfeasibleBudget(2**30, 3 * 2**29, fragmentation_bytes=2**27),
+    "infeasible, results held": errors.InfeasibleBudget(2**30, 3 * 2**29, let_go_bytes=5 * 2**28),
     "infeasible, minimum unknown": errors.InfeasibleBudget(2**20, None),
     "value": errors.InvalidOption("verify", "maybe", "1 or 0", variable="FXREMAT_VERIFY"),
     "choice": errors.InvalidOption("solver", "gredy", "'auto' or 'greedy'", ("auto", "greedy")),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -400,3 +402,13 @@ def test_a_graph_that_another_follows_runs() -> None:
     hooked.register_forward_hook(lambda module, given, result: results.append(result))
     assert fxremat.explain(hooked, batch(8, 16), options=EAGER).graphs
     assert len(RAN) == 2
+
+
+def test_a_model_that_was_refused_may_be_freed() -> None:
+    model = nn.Linear(16, 16)
+    with pytest.raises(fxremat.InfeasibleBudget):
+        fxremat.explain(model, batch(8, 16), memory_budget="1B", options=EAGER)
+    alive = weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None

@@ -341,7 +341,7 @@ def test_versions_that_ran_stay_where_all_that_is_planned_seems_to_take_too_much
 
 def test_what_checkpoints_hold_is_counted_once_however_often_it_was_seen() -> None:
     """A later run begins with what was remembered, and sees it again."""
-    case = called_by_a_function(checkpointed=True)
+    case = called_by_a_function(True)
     held = []
     for _ in range(3):
         case.kept(case.budget(101))
@@ -423,6 +423,7 @@ def logits_held() -> Case:
         parts_apart,
         eager_between,
         logits_held,
+        loss_apart,
         partial(called_by_a_function, False),
         partial(called_by_a_function, True),
     ],

@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import wraps
+from inspect import signature
 from operator import attrgetter
 from traceback import walk_stack
-from types import FrameType
+from types import CodeType, FrameType, FunctionType
 from typing import Any, ParamSpec, TypeVar
 from unittest import mock
 
@@ -141,17 +142,58 @@ def modules_compiled_by(
 
 
 def _compiled_by(backend: Callable[..., Any]) -> list[tuple[nn.Module, Mapping[str, Any]]]:
-    found: list[tuple[nn.Module, Mapping[str, Any]]] = []
+    found = ((module, _given_to(backend, context)) for module, context in _compiled_modules())
+    return [(module, options) for module, options in found if options is not None]
+
+
+def _compiled_modules() -> Iterator[tuple[nn.Module, Any]]:
+    """Every module that is compiled, and what `torch.compile` has made its call with."""
     kinds = set(kinds_of(nn.Module))
     for one in [one for one in gc.get_objects() if type(one) in kinds]:
         if isinstance(one, OptimizedModule):
-            context: Any = one.dynamo_ctx
-        else:
-            context = _context_of(vars(one).get("_compiled_call_impl"))
-        wrapper = innermost_backend(context.callback) if context is not None else None
-        if isinstance(wrapper, torch._TorchCompileWrapper) and wrapper.compiler_fn is backend:
-            found.append((unwrapped(one), wrapper.kwargs.get("options", {})))
+            yield unwrapped(one), one.dynamo_ctx
+        elif context := _context_of(vars(one).get("_compiled_call_impl")):
+            yield one, context
+
+
+def _given_to(backend: Callable[..., Any], context: Any) -> Mapping[str, Any] | None:
+    """The options with which this backend compiles; None where another one does."""
+    wrapper = innermost_backend(context.callback)
+    if not isinstance(wrapper, torch._TorchCompileWrapper) or wrapper.compiler_fn is not backend:
+        return None
+    options: Mapping[str, Any] = wrapper.kwargs.get("options", {})
+    return options
+
+
+def functions_compiled_by(backend: Callable[..., Any]) -> list[Mapping[str, Any]]:
+    """The options of each function that this backend compiles and that may be given results; slow.
+
+    Not of those that run now, and not of calls of modules.
+    """
+    gc.collect()
+    others = [context for _, context in _compiled_modules()]
+    others += [f.f_locals.get("self") for f, _ in walk_stack(sys._getframe(1)) if _is_wrapper(f)]
+    apart, found = set(map(id, others)), list[Mapping[str, Any]]()
+    for one in [one for one in gc.get_objects() if type(one) is FunctionType]:
+        original: Any = getattr(one, "_torchdynamo_orig_callable", None)
+        context = None if original is None else _context_of(one)
+        if context is None or id(context) in apart or not _takes_arguments(original):
+            continue
+        if (options := _given_to(backend, context)) is not None:
+            found.append(options)
     return found
+
+
+def _takes_arguments(function: Callable[..., Any]) -> bool:
+    try:
+        return bool(signature(function).parameters)
+    except ValueError:  # a builtin may not say it
+        return True
+
+
+def _is_wrapper(frame: FrameType) -> bool:
+    """Whether a frame is that of what `torch.compile` returns, or has put in place of a call."""
+    return frame.f_code.co_name == "compile_wrapper"
 
 
 def _context_of(compiled: Any) -> Any:
@@ -243,8 +285,8 @@ def more_follow(gm: fx.GraphModule) -> bool:
     return bool(getattr(reason, "graph_break", False)) or splits_for_ddp()
 
 
-def is_whole_call(caller: FrameType) -> bool:
-    """Whether the graph that calls us is all that ``caller`` has called, as far as it is compiled.
+def is_whole_call(caller: CodeType) -> bool:
+    """Whether the graph that calls us is all that the code has called, as far as it is compiled.
 
     Then one compiled function lies between, and nothing else but Dynamo and the way in which a
     module calls its ``forward``: no hook that is not traced, and no function that would go on with
@@ -254,9 +296,9 @@ def is_whole_call(caller: FrameType) -> bool:
     ways = own._call_impl.__code__, own._wrapped_call_impl.__code__
     between = 0
     for frame, _ in walk_stack(sys._getframe(2)):
-        if frame is caller:
-            return between == 1
         code = frame.f_code
+        if code is caller:
+            return between == 1
         is_way = any(code is way for way in ways)  # not each code has a hash: Dynamo makes some
         between += not is_way and code.co_filename != eval_frame.__file__
     return False

@@ -141,7 +141,6 @@ class Given:
         self.modules = weakref.WeakSet(modules)
         weights = [one for module in self.modules for one in module.parameters()]
         weights = [one for one in weights if one.device == device]
-        self.note(weights)
         self.expected = References({id(one): one for one in weights})
 
     def note(self, given: Iterable[object]) -> None:

@@ -262,7 +262,7 @@ class GraphInStep:
             last = self.graph.gives_loss and not self.goes_on
             least, named = self._least_of_all(refused) if last else (0, 0)
             if least > refused.budget_bytes:
-                raise InfeasibleBudget(refused.budget_bytes, named, *refused.args[2:]) from None
+                raise replace(refused, minimum_bytes=named, let_go_bytes=least) from None
             missing = refused.minimum_bytes - refused.budget_bytes
             log.warning(TOO_MUCH, format_bytes(missing))
             forget_frames(refused)

@@ -246,7 +246,7 @@ def _planned(
     """The reports of all graphs of one step; ``study`` is called with what was found for each."""
     found: list[Report] = []
     together: list[tuple[fx.GraphModule, Sequence[Any]]] = []
-    caller = sys._getframe()
+    caller = sys._getframe().f_code  # who holds a frame that raises holds all its locals
     as_planned = _undisturbed if absent_card() is None else on_host_without_memory
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
