@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
+from torch import fx, nn
 
 import fxremat
 from fxremat.compat.configuration import inductor_config
@@ -38,6 +38,7 @@ from fxremat.runtime.chunks.program import parse
 from fxremat.whatif.device import absent
 from fxremat.whatif.explanation import Explanation
 from tests.compat_graphs import half, shared
+from tests.end_to_end import QUICK, measured, step
 from tests.graphs import Net
 from tests.loss_program import CLASSES, FEATURES, program
 from tests.small import Convolutions, Stack, seeded
@@ -82,7 +83,7 @@ def counted(body: str, workspace: Workspace = lambda op, args, kwargs: ()) -> tu
     with without_memory() as made:
         x = torch.empty(8, dtype=torch.uint8)
         meter.ignore([x])
-        results = meter.run(generated, "<test>", [x], made)
+        results = meter.run(generated, "<test>", [x], made, fx.Graph())
     return meter, results
 
 
@@ -206,6 +207,43 @@ def test_code_that_cannot_run_without_data_is_planned_with_a_warning(
     assert report.predicted_peak_bytes == report.planned_peak_bytes <= budget
     assert "could not run without data (NotImplementedError: no fake kernel)" in caplog.text
     assert report.order == "planned"  # the plan is all there is: Inductor has to keep to it
+
+
+def first_rows(x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+    count = keep.sum().item()
+    check: Any = torch._check
+    check(count >= 2)
+    check(count <= len(x))
+    return x[: int(count)]
+
+
+def indexed(x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+    places = torch.nonzero(keep).squeeze(-1)
+    return torch.zeros_like(x).index_add(0, places, x[places])
+
+
+def distinct(x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+    unique: Any = torch.unique(torch.where(keep, x[:, 0], 0))
+    rows: torch.Tensor = unique[:, None].expand(-1, x.shape[1])
+    return rows
+
+
+@pytest.mark.parametrize("choose", [lambda x, keep: x[keep], first_rows, indexed, distinct])
+def test_what_only_data_tells_the_size_of_is_as_large_as_it_may_be(
+    choose: Callable[..., torch.Tensor], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where all rows are chosen it is, and what is promised is measured."""
+    torch.manual_seed(0)
+    model = Net(lambda net, x, keep: net.layers(choose(x, keep)).square().mean(), layers=Stack(2))
+    given = torch.randn(512, 32), torch.ones(512, dtype=torch.bool)
+    data = {"capture_dynamic_output_shape_ops": True, "capture_scalar_outputs": True}
+    with torch._dynamo.config.patch(data):
+        call = torch.compile(model, backend="fxremat", options={**QUICK, "memory_budget": "1GiB"})
+        step(model, call, given)
+        peak = measured(model, call, given)
+        (report,) = fxremat.reports()
+    assert "could not run without data" not in caplog.text
+    assert 0.95 * report.predicted_peak_bytes <= peak <= report.predicted_peak_bytes
 
 
 # --- dry run kept -------------------------------------------------------------------------

@@ -202,7 +202,7 @@ def _forward_events(forward: fx.GraphModule, code: Generated) -> RunEvents:
     with without_memory() as fake:
         given = {f"{place}": _like(value) for place, value in enumerate(placeholders)}
         meter.watch(given)
-        returned = list(meter.run(code, "<evaluation>", list(given.values()), fake))
+        returned = list(meter.run(code, "<evaluation>", list(given.values()), fake, forward.graph))
         results = meter.names(returned)
         inputs = tuple(Given(one.nbytes) for one in given.values() if one.device == CUDA)
     names = tuple(name for name in results if name is not None)

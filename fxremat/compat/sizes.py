@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import sympy
@@ -15,6 +16,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import ShapeEnv as ShapeEnv
+from torch.utils._pytree import tree_map
 
 
 def size_bound(size: Any) -> int:
@@ -49,6 +51,17 @@ def planned_input(value: Any) -> Any:
 def planned_inputs(graph: fx.Graph) -> dict[str, Any]:
     """The inputs of a graph by their names, in order, each as a `planned_input`."""
     return {n.name: planned_input(n.meta.get("val")) for n in graph.find_nodes(op="placeholder")}
+
+
+def values_of_data(graph: fx.Graph) -> dict[str, Callable[[], Any]]:
+    """Give the values whose sizes only data tells, each as a `planned_input`.
+
+    They go by their names; a size alone goes by its own, too.
+    """
+    nodes = [node for node in graph.nodes if node.meta.get("unbacked_bindings")]
+    values = {node.name: node.meta["val"] for node in nodes}
+    values |= {str(x): x for x in values.values() if isinstance(x, torch.SymInt)}
+    return {name: partial(tree_map, planned_input, value) for name, value in values.items()}
 
 
 @dataclass(frozen=True)

@@ -237,7 +237,7 @@ def _run(step: GeneratedStep, meter: CodeMeter) -> DryRun:
         primals = planned_inputs(forward.graph)
         meter.watch(primals)
         arguments = list(primals.values())
-        returned = list(meter.run(step.forward_code, "<forward>", arguments, fake))
+        returned = list(meter.run(step.forward_code, "<forward>", arguments, fake, forward.graph))
         forward_buffers = tuple(meter.buffers)
         kept, given = returned[:outputs], dict(primals)
         meter.pass_on(kept)
@@ -252,7 +252,9 @@ def _run(step: GeneratedStep, meter: CodeMeter) -> DryRun:
         read_again, incoming = passed.keys() & primals.keys(), meter.names(tangents)
         arguments, names = list(passed.values()), list(primals)
         del given, kept, tangents, passed, primals
-        gradients = list(meter.run(step.backward_code, "<backward>", arguments, fake))
+        gradients = list(
+            meter.run(step.backward_code, "<backward>", arguments, fake, backward.graph)
+        )
         gradient_of = dict(zip(names, meter.names(gradients), strict=False))
     resident = resident_inputs(forward, meter.device)
     inputs = tuple(

@@ -69,7 +69,7 @@ def inference_peak(
     with without_memory() as fake:
         given = planned_inputs(module.graph)
         meter.watch(given)
-        returned = meter.run(code, "<inference>", list(given.values()), fake)
+        returned = meter.run(code, "<inference>", list(given.values()), fake, module.graph)
         del returned
     resident = resident_inputs(module, device)
     return meter.peak + sum(size for _, size in resident), (*resident, *meter.at_peak)

@@ -10,10 +10,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import fx
 from torch.utils import _pytree as pytree
 
 from fxremat import runtime
 from fxremat.compat.inductor.generated_code import Generated, load_without_kernels
+from fxremat.compat.sizes import values_of_data
 from fxremat.compat.tensors import Watching, storage_key, storage_watch
 from fxremat.core.events import Allocate, Event, Free
 from fxremat.core.layout import CodeBuffer
@@ -312,8 +314,20 @@ class CodeMeter(Meter[_Buffer]):
         here = storage.code is self.code
         return storage.code.origin(storage.buffer, line if here else float("inf"))
 
-    def run(self, generated: Generated, filename: str, args: list[Any], fake: Any) -> Any:
-        """Run generated code and count; ``fake`` makes tensors without memory of its constants."""
+    def run(
+        self,
+        generated: Generated,
+        filename: str,
+        args: list[Any],
+        fake: Any,
+        graph: fx.Graph,
+    ) -> Any:
+        """Run the code generated for a graph and count.
+
+        ``fake`` makes tensors without memory of its constants. What only data tells the size of is
+        as large as it may be.
+        """
+        unknown = values_of_data(graph)
         code = RunningCode(generated, filename)
         constants = {
             name: fake(value) if isinstance(value, torch.Tensor) else value
@@ -323,7 +337,12 @@ class CodeMeter(Meter[_Buffer]):
         self.buffers.clear()
         call = load_without_kernels(generated, constants, filename, self._asked)
         self.code = code
-        with Watching(self.call):
+
+        def expected() -> Any:
+            name = code.named_at.get(code.line() or 0, "")
+            return unknown.get(generated.origin_of.get(name, name), lambda: None)()
+
+        with Watching(self.call, expected):
             results = call(args)
         self.sweep()
         return results
