@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
 
 from fxremat.core.check import check
 from fxremat.core.constants import ROUNDS
+from fxremat.core.plan import Plan
 from fxremat.core.problem import Change, Op, Problem, Value, Variant, validate
 from fxremat.core.timeline import store_all_peak
 from fxremat.core.variants import exclude, take
@@ -160,6 +162,25 @@ def test_a_poor_choice_is_improved(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plan.variants
     assert plan.time_us == best.time_us
     assert not solve(layers(4), 350, options=SolverOptions(improved=False)).variants
+
+
+@pytest.mark.parametrize("budget", [0, 350])
+def test_a_choice_that_was_planned_quickly_is_not_planned_so_again(
+    budget: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that was adapted from another's plan is, and may come out better."""
+    real, planned = greedy.quick, list[Problem]()
+
+    def counted(problem: Problem, *asked: Any) -> Plan:
+        planned.append(problem)
+        return real(problem, *asked)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(greedy, "quick", counted)
+        found = solve(layers(4), budget, "quick", SolverOptions(improved=False))
+    assert len(planned) == len(set(planned)) > 1
+    again = real(take(layers(4), found.variants), budget, NO_LIMIT)
+    assert (found.peak_bytes, found.time_us) == (again.peak_bytes, again.time_us)
 
 
 def one_wide_layer(count: int) -> Problem:

@@ -39,7 +39,11 @@ def solve(
     run = named(solver)
     if problem.variants:
         return choose_and_plan.solve(
-            problem, budget_bytes, options, lambda left: solve(left, budget_bytes, solver, options)
+            problem,
+            budget_bytes,
+            options,
+            lambda left: solve(left, budget_bytes, solver, options),
+            is_quick=solver == greedy.QUICK_NAME and problem.copies is None,
         )
     if problem.copies is not None and solver not in MOVING:
         return offload.solve(problem, budget_bytes, options, run)

@@ -40,18 +40,28 @@ Names = tuple[str, ...]
 
 @dataclass(frozen=True)
 class TriedChoice:
-    """A choice of variants, the problem that is left, and a quick plan of it."""
+    """A choice of variants, the problem that is left, and a quick plan of it.
+
+    It may be ``adapted`` from that of another choice.
+    """
 
     names: Names
     problem: Problem
     plan: Plan
+    adapted: bool
 
 
 def solve(
-    problem: Problem, budget_bytes: int | None, options: SolverOptions, solver: Solve
+    problem: Problem,
+    budget_bytes: int | None,
+    options: SolverOptions,
+    solver: Solve,
+    *,
+    is_quick: bool,
 ) -> Plan:
     """The best plan over all choices tried. Quick plans rank them, ``solver`` plans the best.
 
+    If it ``is_quick`` itself, its plan of a choice is known where none was adapted.
     The plan's steps are those of `take(problem, plan.variants)`, and so is what it proves.
     """
     search = _VariantSearch(problem, budget_bytes, options)
@@ -59,7 +69,8 @@ def solve(
     near = _best_few(found, budget_bytes)
     if search.lowest is not None and search.lowest not in near:
         near.append(search.lowest)
-    plans = [replace(solver(one.problem), variants=one.names) for one in near]
+    open_ones = [one for one in near if one.adapted or not is_quick]
+    plans = [replace(solver(one.problem), variants=one.names) for one in open_ones]
     plans += [replace(one.plan, variants=one.names) for one in near]
     best_plan = min(plans, key=lambda plan: rank(plan, budget_bytes))
     return replace(best_plan, budget_bytes=budget_bytes, seconds=search.deadline.seconds())
@@ -238,7 +249,8 @@ class _VariantSearch:
                 left = take(self.problem, names)
             except InvalidProblem:
                 return None
-            self.tried_choices[names] = TriedChoice(names, left, self._quick(left, near))
+            plan = self._quick(left, near)
+            self.tried_choices[names] = TriedChoice(names, left, plan, near is not None)
         return self.tried_choices[names]
 
     def _quick(self, left: Problem, near: Plan | None) -> Plan:
