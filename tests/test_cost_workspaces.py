@@ -59,7 +59,6 @@ def test_scratch_memory_is_found(target: Any, args: Any) -> None:
         (ATEN._assert_async.default, (torch.ones(1),)),
         (ATEN._functional_assert_async.msg, (torch.ones(1), "", torch.ones(1))),
         (ATEN.repeat_interleave.Tensor, (torch.tensor([2, 3]),)),
-        (ATEN.nonzero.default, (torch.ones(3),)),
     ],
     ids=lambda value: str(value) if isinstance(value, OpOverload) else "",
 )
@@ -67,6 +66,13 @@ def test_what_checks_its_operands_is_not_run(target: Any, args: Any) -> None:
     """On CUDA a failed check ends the context."""
     assert Workspaces(HOST).of_call(target, args, {}) == 0
     assert not Workspaces(HOST).file.path.exists()
+
+
+def test_what_chooses_among_its_operands_is_run() -> None:
+    """On the CPU a choice by a mask makes two numbers of eight bytes for each element of it."""
+    x, mask = torch.ones(512, 512), torch.ones(512, 512, dtype=torch.bool)
+    assert Workspaces(HOST).of_call(ATEN.masked_select.default, (x, mask), {}) == 16 * x.numel()
+    assert Workspaces(HOST).of_call(ATEN.nonzero.default, (mask,), {}) < 1024
 
 
 def test_a_call_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:

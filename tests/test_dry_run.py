@@ -222,13 +222,19 @@ def indexed(x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(x).index_add(0, places, x[places])
 
 
+def selected(x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+    return torch.masked_select(x[:, 0], keep)[:, None].expand(-1, x.shape[1])
+
+
 def distinct(x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
     unique: Any = torch.unique(torch.where(keep, x[:, 0], 0))
     rows: torch.Tensor = unique[:, None].expand(-1, x.shape[1])
     return rows
 
 
-@pytest.mark.parametrize("choose", [lambda x, keep: x[keep], first_rows, indexed, distinct])
+@pytest.mark.parametrize(
+    "choose", [lambda x, keep: x[keep], first_rows, indexed, selected, distinct]
+)
 def test_what_only_data_tells_the_size_of_is_as_large_as_it_may_be(
     choose: Callable[..., torch.Tensor], caplog: pytest.LogCaptureFixture
 ) -> None:

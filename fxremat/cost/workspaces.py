@@ -43,6 +43,10 @@ _ATEN = torch.ops.aten
 _MATMULS = frozenset({_ATEN.mm, _ATEN.addmm, _ATEN.bmm, _ATEN.baddbmm})
 _OF_16_BITS = frozenset({torch.bfloat16, torch.float16})
 _BY_CONTENTS = frozenset({torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output})
+_CHOOSING = frozenset(
+    {_ATEN.masked_select, _ATEN.nonzero, _ATEN._unique2, _ATEN.unique_consecutive, _ATEN.unique_dim}
+)
+"""Their results are no larger than their operands, whatever these hold."""
 _NOT_RUN = (is_view, is_mutating, is_random)
 _ESTIMATE = "estimate of "
 _NO_ROOM = "not enough memory to run it and see how much scratch memory it needs"
@@ -54,13 +58,15 @@ def _may_have_workspace(target: object) -> bool:
     """Whether an op is run to see what it takes.
 
     None that checks its operands, as ``_assert_async``, or whose results are as large as these say,
-    as ``repeat_interleave``: after what a kernel refuses on CUDA, nothing runs there any more.
+    as ``repeat_interleave``: after what a kernel refuses on CUDA, nothing runs there any more. What
+    only chooses among its operands refuses nothing.
     """
+    by_contents = isinstance(target, OpOverload) and _BY_CONTENTS.intersection(target.tags)
     return (
         isinstance(target, OpOverload)
         and target.namespace in ("aten", kernels.NAMESPACE)
         and "assert" not in target._schema.name
-        and not _BY_CONTENTS.intersection(target.tags)
+        and (not by_contents or target.overloadpacket in _CHOOSING)
         and torch.Tag.pointwise not in target.tags
         and not target.is_view
         and any("Tensor" in str(result.type) for result in target._schema.returns)
