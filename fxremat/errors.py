@@ -180,7 +180,7 @@ class PromiseBroken(_Record, UserWarning):
     that of ``graph``; the others have saved ``held_bytes``. Together they need ``expected_bytes``,
     more than ``budget_bytes``. If ``planned_for`` is not None, ``graph`` has been planned again for
     that many forwards in flight. If ``left_bytes`` is not None, the others leave so much more to
-    ``graph`` from the next step on.
+    ``graph`` from the next step on; or all graphs of the step are planned ``together`` then.
     """
 
     graph: str
@@ -190,6 +190,7 @@ class PromiseBroken(_Record, UserWarning):
     budget_bytes: int
     planned_for: int | None = None
     left_bytes: int | None = None
+    together: bool = False
 
     def __str__(self) -> str:
         why = f"more than {self.graph} was planned for"
@@ -215,6 +216,11 @@ class PromiseBroken(_Record, UserWarning):
                 f"nothing, if the next step fits: {self.graph} has been planned again for "
                 f"{self.planned_for} forwards in flight. To plan for that many from the start, set "
                 f"the option instances={self.planned_for}."
+            )
+        if self.together:
+            return (
+                "nothing, if the next step fits: from then on all graphs of the step are planned "
+                "together. To do that before the first step, call fxremat.prepare."
             )
         return (
             "compile the whole model with one torch.compile, so that one plan counts "

@@ -54,6 +54,7 @@ ERRORS: dict[str, Exception] = {
     "in flight": errors.PromiseBroken(*IN_FLIGHT),
     "in flight, planned again": errors.PromiseBroken(*IN_FLIGHT, planned_for=4),
     "in flight, others leave more": errors.PromiseBroken(*IN_FLIGHT, left_bytes=MIB),
+    "in flight, planned together": errors.PromiseBroken(*IN_FLIGHT, together=True),
     "exceeded": errors.BudgetExceeded("graph 0", 9 * MIB, 8 * MIB, 2 * MIB, MIB // 2),
     "another graph": errors.GraphsDiffer(0, (1, 2), {0: "9 nodes", 1: "7 nodes", 2: "7 nodes"}),
     "another plan": errors.GraphsDiffer(0, (1,), {0: "a", 1: "b"}, "plan"),

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.exc import BackendCompilerFailed
 
 import fxremat
 from fxremat.step import scope
@@ -20,6 +21,7 @@ from fxremat.step.in_flight import watch_in_flight
 from fxremat.step.promise import Promise, RunVersions
 from tests.end_to_end import QUICK, measured, step, warned
 from tests.small import Chain
+from tests.test_step_planned import blocks, two_breaks
 
 HOST = torch.device("cpu")
 KIB = 1024
@@ -344,3 +346,33 @@ def test_reset_forgets_what_was_told() -> None:
         numbers.append(len(found))
         del kept
     assert numbers == [1, 1]
+
+
+def test_that_a_first_step_takes_too_much_is_said_once() -> None:
+    """Not for each graph that joins those that wait: an error names the least for all of them."""
+    case = two_breaks(partial(Broken, 6))
+    case.compile("128KiB")
+    with told() as found, pytest.raises(BackendCompilerFailed, match="least that fxremat can plan"):
+        case.step()
+    (message,) = found
+    assert message.together
+
+
+class Broken(nn.Module):
+    """A graph for each of its blocks."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.blocks = blocks(depth)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x)
+        torch._dynamo.graph_break()
+        x = self.blocks[1](x).relu()
+        torch._dynamo.graph_break()
+        x = self.blocks[2](x).sin()
+        torch._dynamo.graph_break()
+        x = self.blocks[3](x).cos()
+        torch._dynamo.graph_break()
+        loss: Tensor = self.blocks[4](x).square().mean()
+        return loss

@@ -50,6 +50,8 @@ class State:
     )
     """The same by the module that the graph was made of, where it has no other one."""
     study: Study | None = None
+    busy: bool = False
+    """Whether it was said that ops cannot be timed."""
 
 
 STATE = State()
@@ -83,6 +85,7 @@ def reset() -> None:
     STATE.graphs = 0
     STATE.seen.clear()
     STATE.seen_parts.clear()
+    STATE.busy = False
 
 
 def begin() -> Session:

@@ -74,7 +74,7 @@ SENT = (
 
 
 BUSY = (
-    "fxremat: %s; this graph is planned with times computed for a typical device. A later process "
+    "fxremat: %s; graphs are planned with times computed for a typical device. A later process "
     "measures them, if fewer programs run. To plan with computed times, set op_times='roofline'."
 )
 T = TypeVar("T")
@@ -220,7 +220,8 @@ class Graph:
         try:
             return with_less_after_faults(request, make, self._described)
         except MachineIsBusy as busy:
-            log.warning(BUSY, busy)
+            log.log(logging.INFO if session.STATE.busy else logging.WARNING, BUSY, busy)
+            session.STATE.busy = True
             forget_frames(busy)
         self.by_figures = True
         return self._made(request, make)

@@ -108,6 +108,7 @@ class Warned:
     there were in the last warning. Where it was planned ``anew``, what waits now is known to be too
     much, and what waits next is looked at anew. Steps that took more than the budget had all graphs
     ``planned_again`` so often. What they left of the promise was looked for in ``looked`` steps.
+    That this step takes too much was ``told`` before.
     """
 
     most: tuple[int, int] = (1, 0)
@@ -115,6 +116,7 @@ class Warned:
     anew: bool = False
     planned_again: int = 0
     looked: int = 0
+    told: bool = False
 
 
 @dataclass

@@ -264,7 +264,7 @@ class GraphInStep:
             if least > refused.budget_bytes:
                 raise replace(refused, minimum_bytes=named, let_go_bytes=least) from None
             missing = refused.minimum_bytes - refused.budget_bytes
-            log.warning(TOO_MUCH, format_bytes(missing))
+            self.where.scope.tell(TOO_MUCH % format_bytes(missing))
             forget_frames(refused)
             request = request.with_budget(held=request.budget.held - missing, optimizer_step=0)
             version = self.graph.compile(request)
@@ -389,7 +389,7 @@ class GraphInStep:
         if limit is not None and least.budget_bytes > limit:
             if not self.goes_on or self.graph.options.enforce:
                 raise least.refusal(limit)
-            log.warning(least.of_a_part(limit))
+            self.where.scope.tell(least.of_a_part(limit))
         return self._settled(described, self._made(described, least.chosen))
 
     def _made(

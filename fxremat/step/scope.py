@@ -292,7 +292,8 @@ class BudgetScope:
         """Before a forward: if none waits, the step before is over, and may be planned as one."""
         if self.is_under_way:
             return
-        self.last, self.order = self.order or self.last, []
+        if self.order:
+            self.last, self.order, self.warned.told = self.order, [], False
         graphs = {graph for one in self.last if (graph := one.graph()) is not None}
         for graph in graphs:
             graph.role.runs_alone = len(graphs) == 1
@@ -406,12 +407,19 @@ class BudgetScope:
         if self.watch is not None:
             self.watch.promised = max(self.watch.promised, run.runs.step_peak_bytes)
         runs, most = self.warned.most
+        known = self.warned.anew or self.warned.told
         if number == 1 and self.warned.anew:
             self.warned = replace(self.warned, most=(1, 0), runs=1, anew=False)
-        elif number > 1 and not self.warned.anew and (number > runs or nbytes > most):
+        elif number > 1 and not known and (number > runs or nbytes > most):
             self.warned.most = max(number, runs), max(nbytes, most)
             return self._compare(run, own)
         return None
+
+    def tell(self, too_much: str) -> None:
+        """Say that this step takes too much, once."""
+        if not self.warned.told:
+            log.warning("%s", too_much)
+        self.warned.told = True
 
     def _leaves(self, key: int, run: WaitingRun) -> None:
         """A run goes backward, or its graph is gone."""
@@ -465,7 +473,9 @@ class BudgetScope:
         if expected > promise.budget_bytes and number > self.warned.runs:
             self.warned.runs = number
             budget, left = promise.budget_bytes, promise.left_bytes
-            return PromiseBroken(promise.graph, number, held, expected, budget, left_bytes=left)
+            self.warned.told = together = self.due and left is None
+            broken = PromiseBroken(promise.graph, number, held, expected, budget)
+            return replace(broken, left_bytes=left, together=together)
         return None
 
 
