@@ -124,7 +124,7 @@ def _expect_others(
     modules = modules_compiled_by(fxremat, calling)
     trained = [one for one, given in modules if one.training and given == (options or {})]
     trained = [one for one in trained if one not in _REFUSED]
-    scope.given.note(x for one in trained for x in one.parameters() if x.device == graph.device)
+    scope.given.know(x for one in trained for x in one.parameters() if x.device == graph.device)
     new = [one for one in trained if all(x.grad is None for x in one.parameters())]
     scope.given.expect(new, graph.device)
 
@@ -173,6 +173,8 @@ def _compiled_in_step(graph: Graph, options: Mapping[str, Any]) -> Callable[...,
     limited = in_step.request.budget.limit is not None
     if found is None:
         assert in_step.call is not None
+        if limited and not is_a_rank():
+            scope.given.know(one for one in graph.inputs if isinstance(one, nn.Parameter))
         if limited and takes_gradients(graph.kept):
             inactive.training_graph_seen()
             log.warning(NOT_PLANNED)

@@ -78,3 +78,37 @@ def test_code_that_needs_data_is_not_counted_with_a_warning(
     with torch.no_grad(), caplog.at_level(logging.WARNING):
         _compiled(net, 1 << 20, inference=True)(x)
     assert "needs data" in caplog.text
+
+
+class Distilled(nn.Module):
+    """A student that learns from what a teacher gave."""
+
+    def __init__(self, student: nn.Module) -> None:
+        super().__init__()
+        self.student = student
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = (self.student(x) - target).square().mean()
+        return loss
+
+
+def test_weights_of_a_teacher_count_where_its_student_is_planned() -> None:
+    """Both are compiled for the budget; the teacher takes no gradients."""
+    torch._dynamo.reset()
+    (teacher, x), (first, _), (second, _) = _net(), _net(), _net()
+    teacher.eval().requires_grad_(False)
+    student, budget = nn.Sequential(first, second), 4 << 20
+    calls = [_compiled(net, budget) for net in (teacher, Distilled(student))]
+
+    def step() -> None:
+        with torch.no_grad():
+            target = calls[0](x)
+        calls[1](x, target).backward()
+
+    for _ in range(2):
+        student.zero_grad()
+        step()
+    student.zero_grad()
+    peak = fxremat.measure_peak(step, held=(teacher, student, x)).peak_bytes
+    assert peak == fxremat.reports()[-1].step_peak_bytes
+    assert peak <= budget

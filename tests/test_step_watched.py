@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
 from torch.nn import functional as F
 
 import fxremat
@@ -277,3 +278,46 @@ def test_what_a_loop_leaves_of_its_promise_is_used_from_then_on(
         again = Observed(graph.observed.signature, limit, str(CPU))
         again.recall(counted)
         assert again.held == held
+
+
+class Triplet(Steps):
+    """A model that runs three times in a step, whose loss is outside."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(*(Block(64) for _ in range(3)), nn.Linear(64, 32))
+        self.models = (self.model,)
+        self.given = [torch.randn(2048, 64) for _ in range(3)]
+        self.call: Callable[..., Any] = self.model
+
+    def compile(self, budget: int) -> None:
+        torch._dynamo.reset()
+        scope.forget()
+        options = {**QUICK, "memory_budget": budget}
+        self.call = torch.compile(self.model, backend="fxremat", options=options)
+
+    def run(self) -> None:
+        loss: Any = F.triplet_margin_loss(*map(self.call, self.given))
+        loss.backward()
+
+    def refused(self) -> int | None:
+        """The least that an error names in the first steps."""
+        try:
+            for _ in range(10):
+                self.step()
+        except (BackendCompilerFailed, fxremat.InfeasibleBudget) as error:
+            found: Any = getattr(error, "inner_exception", error)
+            return int(found.minimum_bytes)
+        return None
+
+
+@pytest.mark.filterwarnings("ignore::fxremat.PromiseBroken", "ignore::fxremat.BudgetExceeded")
+def test_a_budget_that_is_exceeded_again_ends_in_an_error_that_names_one_that_is_kept() -> None:
+    """It is not exceeded for ever: what is named tells of one run, two, four, and of the loss."""
+    case, named = Triplet(), [MIB]
+    case.compile(MIB)
+    while (least := case.refused()) is not None:
+        named.append(least)
+        case.compile(least)
+    assert case.peak_bytes() <= named[-1]
+    assert len(named) <= 5

@@ -143,6 +143,10 @@ class Given:
         weights = [one for one in weights if one.device == device]
         self.expected = References({id(one): one for one in weights})
 
+    def know(self, weights: Iterable[nn.Parameter]) -> None:
+        """These are there, whether or not they will be trained."""
+        self.parameters.update((id(one), one) for one in weights)
+
     def note(self, given: Iterable[object]) -> None:
         """A graph is given these arguments."""
         for one in given:

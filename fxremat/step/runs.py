@@ -218,7 +218,10 @@ class GraphInStep:
         self.request = self.request.with_budget(held=max(0, self.request.budget.held + more))
 
     def _planned_again(self) -> RunVersions | None:
-        """Versions for the step as known now; it stays as it is where too few bytes are left."""
+        """Versions for the step as known now; it stays as it is where too few bytes are left.
+
+        Raises `InfeasibleBudget` for several graphs, and where too much was measured twice.
+        """
         if self.role.described is not None:
             self._hold(-self.observed.forget_expected())  # a loss is known now
             if not any(one.graph.gradients.came_late for one in self.where.scope.graphs):
@@ -228,6 +231,9 @@ class GraphInStep:
             many = self.role.described is not None
             return self.compiled_for(self.runs_at_once) if many else self._compiled_so(self.request)
         except InfeasibleBudget as refused:
+            if self.where.scope.warned.planned_again > 1:
+                self.role.is_due = True  # whoever goes on is refused again
+                raise
             log.warning("fxremat: the plan stays as it is: %s", refused)
             self.observed.note(-self.observed.between, 0)
             forget_frames(refused)

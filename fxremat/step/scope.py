@@ -375,6 +375,10 @@ class BudgetScope:
         between, held = exceeded.outside_bytes - exceeded.counted_bytes, 0
         if self.warned.planned_again:
             between, held = 0, exceeded.taken_bytes - exceeded.budget_bytes
+        for one in self.order:  # more runs may wait than were planned for
+            graph = one.graph()
+            if graph is not None:
+                graph.taken.count = max(graph.taken.count, one.place + 1)
         self._set_all_aside(between, held)
         watch.look_again()
         self.warned.planned_again += 1
