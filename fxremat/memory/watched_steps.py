@@ -25,6 +25,10 @@ is like all that follow."""
 MOST_STEPS = 4 * WATCHED_STEPS
 """Steps until it is given up: something is compiled, or the profiler runs, in each of them."""
 
+MOST_AGAIN, MORE_EACH_TIME = 4, 4
+"""Times that steps are planned again for what was measured, and how many times as much is held each
+time. Two losses of one run, by `retain_graph`, keep a budget after three."""
+
 
 @dataclass
 class StepWatch:

@@ -400,6 +400,8 @@ class Taken:
     parameters: int = 0
     beside: int = 0
     as_before: str = ""
+    lowest: bool = False
+    """Whether they take the least, for too much was measured before."""
 
 
 class SharingGraph(Protocol):

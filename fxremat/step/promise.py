@@ -3,6 +3,7 @@ observed to take beside it, kept on disk for the next run."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -15,6 +16,9 @@ from fxremat.compat.configuration import cache_directory, caches_disabled
 from fxremat.compile.request import Request
 from fxremat.disk_cache import Answers, Question
 from fxremat.errors import InfeasibleBudget, forget_frames
+from fxremat.sizes import format_bytes
+
+log = logging.getLogger(__name__)
 
 LOSS_BYTES = 2 * torch.float32.itemsize
 """A loss and its gradient: whoever calls ``backward`` holds these two numbers until it returns."""
@@ -107,8 +111,9 @@ class Warned:
     ``most`` are the runs that waited, and the bytes that their plans say; ``runs`` is how many
     there were in the last warning. Where it was planned ``anew``, what waits now is known to be too
     much, and what waits next is looked at anew. Steps that took more than the budget had all graphs
-    ``planned_again`` so often. What they left of the promise was looked for in ``looked`` steps.
-    That this step takes too much was ``told`` before.
+    ``planned_again`` so often, and the last of them had ``taken`` so many bytes. What they left of
+    the promise was looked for in ``looked`` steps. It was ``told`` that this step takes too much.
+    Where no plan leaves what was measured, those of ``lowest`` bytes are taken.
     """
 
     most: tuple[int, int] = (1, 0)
@@ -116,7 +121,20 @@ class Warned:
     anew: bool = False
     planned_again: int = 0
     looked: int = 0
+    taken: int = 0
+    lowest: bool = False
     told: bool = False
+
+    def tell_missing(self, nbytes: int) -> None:
+        """Say that this step takes so many bytes too much."""
+        missing = format_bytes(nbytes)
+        self.tell(f"fxremat: this step takes {missing} too much: the next one is planned anew")
+
+    def tell(self, too_much: str) -> None:
+        """Say it, once in a step."""
+        if not self.told:
+            log.warning("%s", too_much)
+        self.told = True
 
 
 @dataclass

@@ -3,8 +3,7 @@
 What each run saves counts as often as it waits: a block that is compiled by itself is one graph
 that runs once for each block. So the graph is traced first, and the versions that it may take are
 offered (`fxremat.step.versions`); which run takes which is chosen for the whole step
-(`fxremat.planner.step_versions`). Each version is then compiled within the bytes that the others
-leave. Where the budget counts reserved bytes, the events of the step are replayed.
+(`fxremat.planner.step_versions`). Each is then compiled within the bytes that the others leave.
 """
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ from fxremat.planner import step_versions as planner
 from fxremat.report.files import write_report
 from fxremat.report.report import Report
 from fxremat.runtime.accumulation import living_gradients
-from fxremat.sizes import format_bytes
 from fxremat.step import versions
 from fxremat.step.context import Surroundings, first_description
 from fxremat.step.description import LeastVersions, StepDescription, lowest_ways, summary
@@ -43,7 +41,6 @@ from fxremat.step.promise import MadeVersions, Observed, Promise, RunVersions
 from fxremat.step.versions import KnownVersions, Offer, Part
 
 log = logging.getLogger(__name__)
-TOO_MUCH = "fxremat: this step takes %s too much: the next one is planned anew"
 
 
 @dataclass(eq=False)
@@ -72,10 +69,7 @@ class GraphInStep:
     one_layout: StepLayout | None = None
 
     def compiled(self) -> RunVersions | None:
-        """The versions for the first runs; None where no run will wait, or nothing is planned.
-
-        Raises `InfeasibleBudget`.
-        """
+        """The versions for the first runs, None where no run waits; raises `InfeasibleBudget`."""
         self.observed.recall(self.request.budget.held)
         return self.observed.beside_loss(self.request, self._compiled_so)
 
@@ -218,25 +212,28 @@ class GraphInStep:
         self.request = self.request.with_budget(held=max(0, self.request.budget.held + more))
 
     def _planned_again(self) -> RunVersions | None:
-        """Versions for the step as known now; it stays as it is where too few bytes are left.
-
-        Raises `InfeasibleBudget` for several graphs, and where too much was measured twice.
-        """
+        """Versions for the step as known now; raises `InfeasibleBudget`, or leaves it as it is."""
         if self.role.described is not None:
             self._hold(-self.observed.forget_expected())  # a loss is known now
             if not any(one.graph.gradients.came_late for one in self.where.scope.graphs):
                 return self.compiled_for(self.runs_at_once)
-        self.role.is_due = False
+        self.role.is_due, warned = False, self.where.scope.warned
+        if warned.lowest and not self.taken.lowest:  # as the others, refused at first
+            self._hold(self.request.budget.limit or 0)
         try:
-            many = self.role.described is not None
-            return self.compiled_for(self.runs_at_once) if many else self._compiled_so(self.request)
+            return self._compiled_so(self.request)
         except InfeasibleBudget as refused:
-            if self.where.scope.warned.planned_again > 1:
+            if warned.planned_again > 1 and self.taken.lowest:
                 self.role.is_due = True  # whoever goes on is refused again
-                raise
+                raise replace(refused, minimum_bytes=warned.taken) from None
+            forget_frames(refused)
+            if warned.planned_again > 1:
+                self.where.scope.take_lowest()
+                self.taken.lowest, self.role.is_due = True, False
+                self._hold(refused.budget_bytes - (refused.minimum_bytes or 0))
+                return self._compiled_so(self.request)
             log.warning("fxremat: the plan stays as it is: %s", refused)
             self.observed.note(-self.observed.between, 0)
-            forget_frames(refused)
             return None
 
     def _beside_more(self, args: Iterable[object]) -> RunVersions | None:
@@ -270,7 +267,7 @@ class GraphInStep:
             if least > refused.budget_bytes:
                 raise replace(refused, minimum_bytes=named, let_go_bytes=least) from None
             missing = refused.minimum_bytes - refused.budget_bytes
-            self.where.scope.tell(TOO_MUCH % format_bytes(missing))
+            self.where.scope.warned.tell_missing(missing)
             forget_frames(refused)
             request = request.with_budget(held=request.budget.held - missing, optimizer_step=0)
             version = self.graph.compile(request)
@@ -353,10 +350,7 @@ class GraphInStep:
         return found
 
     def _chosen(self, described: StepDescription) -> RunVersions:
-        """The versions of least time within the budget; where others follow, one that saves little.
-
-        What the latter need is not known yet, so that one may exceed the budget in its first step.
-        """
+        """The versions of least time within the budget; one that saves little if others follow."""
         described.see_between(self.observed.between)
         choose = planner.saving_least if self.saves_least else planner.fastest
         aim = budget = self.request.budget.for_step
@@ -395,7 +389,7 @@ class GraphInStep:
         if limit is not None and least.budget_bytes > limit:
             if not self.goes_on or self.graph.options.enforce:
                 raise least.refusal(limit)
-            self.where.scope.tell(least.of_a_part(limit))
+            self.where.scope.warned.tell(least.of_a_part(limit))
         return self._settled(described, self._made(described, least.chosen))
 
     def _made(

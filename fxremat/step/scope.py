@@ -32,7 +32,7 @@ from fxremat.errors import BudgetExceeded, PromiseBroken
 from fxremat.memory.composed_steps import outside_in_order
 from fxremat.memory.optimizers import optimizer_memory
 from fxremat.memory.storages import Storages, storages_of, with_gradients, without
-from fxremat.memory.watched_steps import MOST_STEPS, StepWatch
+from fxremat.memory.watched_steps import MORE_EACH_TIME, MOST_AGAIN, MOST_STEPS, StepWatch
 from fxremat.runtime.accumulation import living_gradients
 from fxremat.sizes import format_bytes
 from fxremat.step.description import StepDescription
@@ -328,6 +328,12 @@ class BudgetScope:
             graph.set_aside(between, held, remembered=remembered)
             self.due |= graph.role.described is not None
 
+    def take_lowest(self) -> None:
+        """Have all graphs planned for the least bytes: what was measured leaves too few."""
+        if not self.warned.lowest:
+            self.warned.lowest = True
+            self._set_all_aside(0, 0)
+
     def _use_what_is_left(self) -> None:
         """Have all graphs planned again, once, where the loop takes much less than was promised.
 
@@ -366,22 +372,23 @@ class BudgetScope:
     def _set_aside(self, watch: StepWatch, exceeded: BudgetExceeded) -> bool:
         """Have all graphs planned again for what a step was seen to take; whether they are.
 
-        At first what nobody had counted is taken to be there while all runs wait, as a loss is;
-        where a step exceeds the budget even then, at all times. Ranks see different numbers, and
-        have to run the same.
+        At first what nobody had counted is taken to be there while all runs wait, as a loss is,
+        then at all times. More each time: plans may free less than is counted, as with
+        ``retain_graph``. Ranks see different numbers, and have to run the same.
         """
-        if self.warned.planned_again == 2 or not self.graphs or is_a_rank():
+        if self.warned.planned_again == MOST_AGAIN or not self.graphs or is_a_rank():
             return False
         between, held = exceeded.outside_bytes - exceeded.counted_bytes, 0
         if self.warned.planned_again:
-            between, held = 0, exceeded.taken_bytes - exceeded.budget_bytes
+            between, over = 0, exceeded.taken_bytes - exceeded.budget_bytes
+            held = over * MORE_EACH_TIME ** (self.warned.planned_again - 1)
         for one in self.order:  # more runs may wait than were planned for
-            graph = one.graph()
-            if graph is not None:
+            if (graph := one.graph()) is not None:
                 graph.taken.count = max(graph.taken.count, one.place + 1)
         self._set_all_aside(between, held)
         watch.look_again()
         self.warned.planned_again += 1
+        self.warned.taken = exceeded.taken_bytes
         return True
 
     def add(self, run: WaitingRun, own: Iterable[object]) -> PromiseBroken | None:
@@ -418,12 +425,6 @@ class BudgetScope:
             self.warned.most = max(number, runs), max(nbytes, most)
             return self._compare(run, own)
         return None
-
-    def tell(self, too_much: str) -> None:
-        """Say that this step takes too much, once."""
-        if not self.warned.told:
-            log.warning("%s", too_much)
-        self.warned.told = True
 
     def _leaves(self, key: int, run: WaitingRun) -> None:
         """A run goes backward, or its graph is gone."""
