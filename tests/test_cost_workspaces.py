@@ -69,9 +69,11 @@ def test_what_checks_its_operands_is_not_run(target: Any, args: Any) -> None:
 
 
 def test_what_chooses_among_its_operands_is_run() -> None:
-    """On the CPU a choice by a mask makes two numbers of eight bytes for each element of it."""
+    """What a choice by a mask takes depends on the number of threads."""
     x, mask = torch.ones(512, 512), torch.ones(512, 512, dtype=torch.bool)
-    assert Workspaces(HOST).of_call(ATEN.masked_select.default, (x, mask), {}) == 16 * x.numel()
+    scratch = Workspaces(HOST).of_call(ATEN.masked_select.default, (x, mask), {})
+    peak = measure_peak(lambda: ATEN.masked_select.default(x, mask)).above_start_bytes
+    assert scratch == peak - x.nbytes > x.numel()
     assert Workspaces(HOST).of_call(ATEN.nonzero.default, (mask,), {}) < 1024
 
 

@@ -88,8 +88,11 @@ def fake_tensors(seen: Callable[[Any], None] | None = None) -> Iterator[None]:
             return result
 
     mode: Any = Seeing(allow_non_fake_inputs=True)
-    with swappable(mode), mode:
-        yield
+    try:
+        with swappable(mode), mode:
+            yield
+    finally:
+        seen = None  # torch may hold on to the class of a mode
 
 
 def swappable(mode: Any) -> AbstractContextManager[object]:

@@ -29,6 +29,21 @@ MOST_AGAIN, MORE_EACH_TIME = 4, 4
 """Times that steps are planned again for what was measured, and how many times as much is held each
 time. Two losses of one run, by `retain_graph`, keep a budget after three."""
 
+BARELY = 0.005
+"""A part of the budget. Who exceeds it by no more than that, as by a batch of words that lives on,
+is warned, and not ended. Loops on a GPU are predicted as well as that (`benchmarks.loops`)."""
+
+
+def barely(exceeded: BudgetExceeded) -> bool:
+    """Whether a budget was exceeded by hardly anything."""
+    return exceeded.taken_bytes <= (1 + BARELY) * exceeded.budget_bytes
+
+
+def to_hold(exceeded: BudgetExceeded, again: int) -> int:
+    """Bytes to set aside at all times in a plan that is made ``again`` for what was measured."""
+    more: int = MORE_EACH_TIME ** (again - 1)
+    return (exceeded.taken_bytes - exceeded.budget_bytes) * more
+
 
 @dataclass
 class StepWatch:

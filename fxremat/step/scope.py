@@ -32,7 +32,7 @@ from fxremat.errors import BudgetExceeded, PromiseBroken
 from fxremat.memory.composed_steps import outside_in_order
 from fxremat.memory.optimizers import optimizer_memory
 from fxremat.memory.storages import Storages, storages_of, with_gradients, without
-from fxremat.memory.watched_steps import MORE_EACH_TIME, MOST_AGAIN, MOST_STEPS, StepWatch
+from fxremat.memory.watched_steps import MOST_AGAIN, MOST_STEPS, StepWatch, barely, to_hold
 from fxremat.runtime.accumulation import living_gradients
 from fxremat.sizes import format_bytes
 from fxremat.step.description import StepDescription
@@ -376,12 +376,12 @@ class BudgetScope:
         then at all times. More each time: plans may free less than is counted, as with
         ``retain_graph``. Ranks see different numbers, and have to run the same.
         """
-        if self.warned.planned_again == MOST_AGAIN or not self.graphs or is_a_rank():
+        ends = self.warned.lowest and barely(exceeded)
+        if ends or self.warned.planned_again == MOST_AGAIN or not self.graphs or is_a_rank():
             return False
         between, held = exceeded.outside_bytes - exceeded.counted_bytes, 0
         if self.warned.planned_again:
-            between, over = 0, exceeded.taken_bytes - exceeded.budget_bytes
-            held = over * MORE_EACH_TIME ** (self.warned.planned_again - 1)
+            between, held = 0, to_hold(exceeded, self.warned.planned_again)
         for one in self.order:  # more runs may wait than were planned for
             if (graph := one.graph()) is not None:
                 graph.taken.count = max(graph.taken.count, one.place + 1)
