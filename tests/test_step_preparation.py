@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -255,6 +257,18 @@ def test_a_part_without_a_backward_is_no_part() -> None:
     assert len(seen.parts) == 1
     torch.testing.assert_close(model(x), expected)
     model(x).backward()
+
+
+def test_a_model_whose_step_was_looked_at_may_be_freed() -> None:
+    """Modules that live on count as trained for the same budget."""
+    case = Case(compile_blocks, inside=True)
+    with pytest.raises(fxremat.InfeasibleBudget):
+        case.prepare(1 << 20)
+    alive = weakref.ref(blocks_of(case.model)[0])
+    del case
+    torch._dynamo.reset()
+    gc.collect()
+    assert alive() is None
 
 
 @pytest.mark.slow
