@@ -419,10 +419,7 @@ def logits_held() -> Case:
 @pytest.mark.parametrize(
     "make",
     [
-        two_breaks,
-        parts_apart,
-        eager_between,
-        logits_held,
+        *(two_breaks, parts_apart, eager_between, logits_held),
         loss_apart,
         partial(called_by_a_function, False),
         partial(called_by_a_function, True),

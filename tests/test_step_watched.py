@@ -295,12 +295,13 @@ class Triplet(Steps):
         self.models = (self.model,)
         self.given = [torch.randn(2048, 64) for _ in range(3)]
         self.call: Callable[..., Any] = self.model
+        self.whole: nn.Module = self.model
 
     def compile(self, budget: int) -> None:
         torch._dynamo.reset()
         scope.forget()
         options = {**QUICK, "memory_budget": budget}
-        self.call = torch.compile(self.model, backend="fxremat", options=options)
+        self.call = torch.compile(self.whole, backend="fxremat", options=options)
 
     def run(self) -> None:
         loss: Any = F.triplet_margin_loss(*map(self.call, self.given))
@@ -338,17 +339,11 @@ class TwoLosses(Triplet):
         self.models, self.given = (self.model, self.heads), self.given[:1]
         self.words = torch.randint(10, (2048,))
         self.whole = Net(self.losses, model=self.model, heads=self.heads)
-        self.call = self.whole
 
     def losses(self, net: Any, x: torch.Tensor) -> Any:
         made = net.model(x)
         first, second = (head(made) for head in net.heads)
         return F.cross_entropy(first, self.words), F.mse_loss(second, x)
-
-    def compile(self, budget: int) -> None:
-        super().compile(budget)
-        options = {**QUICK, "memory_budget": budget}
-        self.call = torch.compile(self.whole, backend="fxremat", options=options)
 
     def run(self) -> None:
         first, second = self.call(self.given[0])

@@ -113,7 +113,8 @@ class Warned:
     much, and what waits next is looked at anew. Steps that took more than the budget had all graphs
     ``planned_again`` so often, and the last of them had ``taken`` so many bytes. What they left of
     the promise was looked for in ``looked`` steps. It was ``told`` that this step takes too much.
-    Where no plan leaves what was measured, those of ``lowest`` bytes are taken.
+    Where no plan leaves what was measured, those of ``lowest`` bytes are taken; if these take too
+    much, it has ``ended``.
     """
 
     most: tuple[int, int] = (1, 0)
@@ -123,6 +124,7 @@ class Warned:
     looked: int = 0
     taken: int = 0
     lowest: bool = False
+    ended: bool = False
     told: bool = False
 
     def tell_missing(self, nbytes: int) -> None:

@@ -223,11 +223,11 @@ class GraphInStep:
         try:
             return self._compiled_so(self.request)
         except InfeasibleBudget as refused:
-            if warned.planned_again > 1 and self.taken.lowest:
+            if warned.ended:
                 self.role.is_due = True  # whoever goes on is refused again
                 raise replace(refused, minimum_bytes=warned.taken) from None
             forget_frames(refused)
-            if warned.planned_again > 1:
+            if warned.planned_again > 1 and not self.taken.lowest:
                 self.where.scope.take_lowest()
                 self.taken.lowest, self.role.is_due = True, False
                 self._hold(refused.budget_bytes - (refused.minimum_bytes or 0))

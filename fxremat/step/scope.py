@@ -388,7 +388,7 @@ class BudgetScope:
         self._set_all_aside(between, held)
         watch.look_again()
         self.warned.planned_again += 1
-        self.warned.taken = exceeded.taken_bytes
+        self.warned.taken, self.warned.ended = exceeded.taken_bytes, self.warned.lowest
         return True
 
     def add(self, run: WaitingRun, own: Iterable[object]) -> PromiseBroken | None:
